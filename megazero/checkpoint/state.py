@@ -20,18 +20,21 @@ class TrainState:
 
     iteration: steps done, skipped ones included.  consumed_samples: the position in the data, over all ranks.
     optimizer_steps: steps that were not skipped, which determine the learning rate.
+    update_samples: samples of these steps, which do so where the schedule's lengths are given in samples.
     """
 
     loss_scale: LossScale
     iteration: int = 0
     consumed_samples: int = 0
     optimizer_steps: int = 0
+    update_samples: int = 0
 
     def advance(self, *, num_samples: int, skipped: bool) -> None:
         """Count one step of `num_samples` samples."""
         self.iteration += 1
         self.consumed_samples += num_samples
         self.optimizer_steps += not skipped
+        self.update_samples += 0 if skipped else num_samples
 
     def to_json(self) -> dict[str, Any]:
         """Return the counters as a checkpoint stores them."""
@@ -39,13 +42,18 @@ class TrainState:
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
             "optimizer_steps": self.optimizer_steps,
+            "update_samples": self.update_samples,
             "loss_scale": self.loss_scale.to_json(),
         }
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any], *, step: int) -> "TrainState":
         """Restore the counters from the checkpoint of `step`; raise `DamageError` if they are not those of a run."""
-        names = ("iteration", "consumed_samples", "optimizer_steps")
+        names = ("iteration", "consumed_samples", "optimizer_steps", "update_samples")
+        if "update_samples" not in saved:  # an earlier version's, where all steps have the same number of samples
+            counts = [saved.get(name) for name in names[:3]]
+            iteration, samples, updates = (count if type(count) is int else 0 for count in counts)
+            saved = {**saved, "update_samples": samples * updates // max(iteration, 1)}
         given = f"the checkpoint's progress {str(dict(saved))[:1000]}"
         bad = [name for name in names if type(saved.get(name)) is not int or not 0 <= saved[name] <= _MAX_COUNT]
         is_dynamic = saved.get("loss_scale_is_dynamic", False)
@@ -55,6 +63,7 @@ class TrainState:
         state = cls(LossScale.from_json(saved["loss_scale"]), *(saved[name] for name in names))
         if state.iteration != step:
             raise DamageError(Problem(given, f"the iteration is the step of the checkpoint, {step}"))
-        if state.optimizer_steps > step or state.consumed_samples < step or state.loss_scale.good_steps > step:
+        too_many = state.optimizer_steps > step or state.update_samples > state.consumed_samples
+        if too_many or state.consumed_samples < step or state.loss_scale.good_steps > step:
             raise DamageError(Problem(given, "a step takes at least one sample, and the optimizer at most one step"))
         return state

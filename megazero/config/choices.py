@@ -137,6 +137,11 @@ def _schedule_conflicts(location: Location, values: Mapping[str, Any]) -> Iterat
             "the warm-up ends before the decay does",
             f"lr_warmup_iters: {end - 1}, lr_decay_iters: {values['lr_warmup_iters'] + 1}",
         )
+    fall = values.get("lr_wsd_decay_iters")
+    if fall is not None and end is not None and 0 < end - values["lr_warmup_iters"] < fall:
+        room = end - values["lr_warmup_iters"]
+        given = f"{location.key('lr_wsd_decay_iters').quote(fall)} with lr_decay_iters: {end}"
+        yield Problem(given, "the fall at the end begins after the warm-up", f"lr_wsd_decay_iters: {room}")
     peak = values.get("warmup_max_lr")
     if peak is not None and values["warmup_min_lr"] > peak:
         given = f"{location.key('warmup_min_lr').quote(values['warmup_min_lr'])} with warmup_max_lr: {peak:g}"

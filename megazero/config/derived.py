@@ -3,12 +3,18 @@
 The functions require that `rules.check` found no problem.  `world_size` is the number of processes of the job.
 """
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from megazero.config.engine_sections import LimitConfig
+from megazero.config.engine_sections import LimitConfig, OptimizerConfig
+from megazero.config.lengths import RateLengths, RunLength
 from megazero.config.model import ModelConfig
 from megazero.config.run import RunConfig
+from megazero.config.schedules import RATE_SETTINGS
+from megazero.config.step_sizes import StepSizes, read_rampup, read_schedule
+from megazero.errors import Problem
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
@@ -83,29 +89,109 @@ def tensorboard_dir(config: RunConfig) -> Path | None:
     return save / "tensorboard" if given is None and save is not None and config.logging.tensorboard else given
 
 
+def step_sizes(config: RunConfig, world_size: int) -> StepSizes:
+    """Return the number of samples in every step, by the samples consumed before it.
+
+    Words of --rampup-batch-size or --step-batch-size-schedule that break their rules are passed over.
+    """
+    training = config.training
+    given = training.global_batch_size
+    last = samples_per_micro_step(config, world_size) if given is None else given
+    varied: StepSizes | Problem | None = None
+    if training.step_batch_size_schedule:
+        varied = read_schedule(training.step_batch_size_schedule, config.model.seq_length)
+    elif training.rampup_batch_size:
+        varied = read_rampup(training.rampup_batch_size, last)
+    return varied if isinstance(varied, StepSizes) else StepSizes.constant(last)
+
+
 def global_batch_size(config: RunConfig, world_size: int) -> int:
-    """Return the number of samples in one step."""
-    given = config.training.global_batch_size
-    return samples_per_micro_step(config, world_size) if given is None else given
+    """Return the number of samples in one step; where it changes, in the last ones, and in one of an evaluation."""
+    return step_sizes(config, world_size).sizes[-1]
 
 
 def num_micro_batches(config: RunConfig, world_size: int) -> int:
-    """Return the number of micro-batches per step on each data-parallel process (gradient accumulation)."""
-    return global_batch_size(config, world_size) // samples_per_micro_step(config, world_size)
+    """Return the most micro-batches per step on each data-parallel process (gradient accumulation)."""
+    return step_sizes(config, world_size).largest // samples_per_micro_step(config, world_size)
+
+
+def length_in_samples(config: RunConfig) -> int | None:
+    """Return the length of the run in samples; None if it is given in steps alone."""
+    tokens = config.training.train_tokens
+    given = (config.training.train_samples, None if tokens is None else tokens // config.model.seq_length)
+    return min((samples for samples in given if samples is not None), default=None)
+
+
+def last_iteration(config: RunConfig, world_size: int, *, iteration: int = 0, consumed_samples: int = 0) -> int:
+    """Return the step at which the run ends; samples that don't fill a last global batch are left out.
+
+    iteration, consumed_samples: the progress so far; earlier steps may have had other batch sizes.
+    """
+    samples, steps = length_in_samples(config), config.training.train_iters
+    assert samples is not None or steps is not None, "rules.check lets no run through without a length"
+    ends = [] if steps is None else [steps]
+    if samples is not None:
+        ends.append(iteration + step_sizes(config, world_size).steps_until(samples, consumed=consumed_samples))
+    return min(ends)
+
+
+def run_length(config: RunConfig, world_size: int) -> RunLength:
+    """Return the length of the whole run in steps and samples."""
+    sizes, steps = step_sizes(config, world_size), last_iteration(config, world_size)
+    samples, given = length_in_samples(config), config.training.train_iters
+    ends_by_steps = samples is None or (given is not None and sizes.samples_after(given) <= samples)
+    return RunLength(steps, sizes, None if ends_by_steps else samples, config.model.seq_length)
 
 
 def train_iters(config: RunConfig, world_size: int) -> int:
-    """Return the number of steps of the whole run; samples that don't fill a last global batch are left out."""
-    if config.training.train_iters is not None:
-        return config.training.train_iters
-    assert config.training.train_samples is not None, "rules.check lets no run through without a length"
-    return config.training.train_samples // global_batch_size(config, world_size)
+    """Return the number of steps of the whole run."""
+    return last_iteration(config, world_size)
+
+
+def rate_lengths(optimizer: OptimizerConfig, run: RunLength) -> RateLengths:
+    """Return the lengths of the schedule of rates, in samples if one of them is given so or batch sizes change.
+
+    Lengths in steps then become the samples of these steps, and lengths in tokens are divided by those of a sample.
+    """
+    last_steps = optimizer.lr_wsd_decay_iters or 0
+    decay_steps = optimizer.lr_decay_iters or run.steps
+    by_steps = RateLengths("steps", optimizer.lr_warmup_iters, decay_steps, last_steps, run.steps)
+    if optimizer.lr_decay_style in RATE_SETTINGS:  # a sweep has a shape of its own, in steps
+        return by_steps
+    decay = optimizer.lr_decay_samples
+    if optimizer.lr_decay_tokens is not None:
+        decay_length: float = run.samples_of_tokens(optimizer.lr_decay_tokens)
+    elif decay is not None:
+        decay_length = decay
+    elif optimizer.lr_decay_iters is not None:
+        decay_length = run.sizes.samples_after(optimizer.lr_decay_iters)
+    else:
+        decay_length = run.total_samples
+    if optimizer.lr_warmup_tokens:
+        warmup: float = run.samples_of_tokens(optimizer.lr_warmup_tokens)
+    else:
+        warmup = optimizer.lr_warmup_samples or run.sizes.samples_after(optimizer.lr_warmup_iters)
+    # These last steps end with the decay, in whose middle the batch may still grow.
+    before = run.sizes.samples_after(max(run.sizes.steps_until(math.ceil(decay_length)) - last_steps, 0))
+    fall = optimizer.lr_wsd_decay_samples or (decay_length - before if last_steps else 0)
+    given = (decay, optimizer.lr_decay_tokens, optimizer.lr_warmup_samples, optimizer.lr_warmup_tokens)
+    by_default = optimizer.lr_decay_iters is None and run.samples is not None
+    # Without a warm-up an inverse square root begins with that of one sample, as in Megatron-LM.
+    from_one = optimizer.lr_decay_style == "inverse-square-root" and not (warmup or optimizer.lr_warmup_fraction)
+    counts_samples = any((*given, optimizer.lr_wsd_decay_samples, from_one, by_default)) or len(run.sizes.sizes) > 1
+    lengths = RateLengths("samples", warmup, decay_length, fall, run.total_samples) if counts_samples else by_steps
+    fraction = optimizer.lr_warmup_fraction
+    return lengths if fraction is None else replace(lengths, warmup=fraction * lengths.decay)
 
 
 def lr_decay_iters(config: RunConfig, world_size: int) -> int:
-    """Return the step at which the learning rate reaches min_lr."""
-    given = config.optimizer.lr_decay_iters
-    return train_iters(config, world_size) if given is None else given
+    """Return the step at which the learning rate reaches min_lr, rounded up where it is given in samples."""
+    run = run_length(config, world_size)
+    lengths = rate_lengths(config.optimizer, run)
+    if lengths.unit == "steps":
+        return int(lengths.decay)
+    steps = run.sizes.steps_until(math.ceil(lengths.decay))
+    return steps + (run.sizes.samples_after(steps) < lengths.decay)
 
 
 def collective_limit_minutes(limits: LimitConfig) -> float:

@@ -290,18 +290,23 @@ class OptimizerConfig:
     )
     lr: float = setting(help="learning rate after warm-up", gt=0)
     min_lr: float = setting(0.0, help="learning rate at the end of the decay", ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine", "LRRangeTest", "OneCycle"] = setting(
-        "linear",
-        help="how the learning rate goes from lr to min_lr; LRRangeTest: it rises from lr on, to look for a good one;"
-        " OneCycle: from min_lr to lr and back, and then lower",
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "LRRangeTest", "OneCycle"] = (
+        setting(
+            "linear",
+            help="how the learning rate goes from lr to min_lr; WSD: it stays at lr, and falls at the end; LRRangeTest:"
+            " it rises from lr on, to look for a good one; OneCycle: from min_lr to lr and back, and then lower",
+        )
     )
     lr_decay_iters: int | None = setting(
-        None, help="step at which min_lr is reached; without it, the run's last", unit="steps", ge=1
+        None,
+        help="step at which min_lr is reached; or give lr_decay_samples or lr_decay_tokens; without it, the run's last",
+        unit="steps",
+        ge=1,
     )
     lr_warmup_iters: int = setting(0, help="steps in which the learning rate rises to lr", unit="steps", ge=0)
     lr_warmup_fraction: float | None = setting(
         None,
-        help="the same as a part of lr_decay_iters",
+        help="the same as a part of the decay's length",
         unit="fraction",
         aliases=("warmup",),
         ge=0,
@@ -331,6 +336,35 @@ class OptimizerConfig:
         (),
         help="other parameters of the styles LRRangeTest and OneCycle by DeepSpeed's names, such as"
         " cycle_first_step_size=1000",
+    )
+    lr_decay_samples: int | None = setting(
+        None,
+        help="samples of all steps before min_lr is reached; the rates then depend on samples",
+        unit="samples",
+        ge=1,
+    )
+    lr_decay_tokens: int | None = setting(
+        None, help="the same in tokens, of which a sample has seq_length", unit="tokens", ge=1
+    )
+    lr_warmup_samples: int = setting(0, help="samples in which the learning rate rises to lr", unit="samples", ge=0)
+    lr_warmup_tokens: int = setting(0, help="the same in tokens", unit="tokens", ge=0)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
+        "exponential", help="WSD: how the learning rate falls at the end"
+    )
+    lr_wsd_decay_iters: int | None = setting(
+        None, help="WSD: last steps of the decay's length, in which the learning rate falls", unit="steps", ge=1
+    )
+    lr_wsd_decay_samples: int | None = setting(None, help="WSD: the same in samples", unit="samples", ge=1)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting(
+        "constant", help="how weight decay goes from start_weight_decay to end_weight_decay over the run"
+    )
+    start_weight_decay: float | None = setting(None, help="weight decay of the first step, if it increases", ge=0)
+    end_weight_decay: float | None = setting(None, help="weight decay at the end of the run, if it increases", ge=0)
+    decoupled_lr: float | None = setting(
+        None, help="learning rate after warm-up of the word embedding and the head; without it, lr", gt=0
+    )
+    decoupled_min_lr: float | None = setting(
+        None, help="their learning rate at the end of the decay, with decoupled_lr; without it, min_lr", ge=0
     )
 
 

@@ -27,7 +27,9 @@ class TrainingConfig:
     global_batch_size: int | None = setting(
         None, help="samples of one step; without it, micro_batch_size x data-parallel size", unit="samples", ge=1
     )
-    train_iters: int | None = setting(None, help="length of the run; or give train_samples", unit="steps", ge=1)
+    train_iters: int | None = setting(
+        None, help="length of the run; or give train_samples or train_tokens", unit="steps", ge=1
+    )
     train_samples: int | None = setting(None, help="length of the run; or give train_iters", unit="samples", ge=1)
     seed: int = setting(1234, help="fixes initial weights, order of the samples and dropout", ge=0, lt=2**32)
     eval_iters: int = setting(100, help="global batches of one evaluation; 0 evaluates nothing", unit="steps", ge=0)
@@ -71,6 +73,24 @@ class TrainingConfig:
         " then holds the parameters of as many blocks at a time. Unproven: no GPU has shown what it gains",
         unit="layers",
         ge=1,
+    )
+    train_tokens: int | None = setting(
+        None,
+        help="length of the run; beside train_iters or train_samples, the run ends at whichever comes first",
+        unit="tokens",
+        ge=1,
+    )
+    rampup_batch_size: tuple[str, ...] = setting(
+        (),
+        help="START INCREMENT SAMPLES: the global batch grows from START to global_batch_size by INCREMENT, over so"
+        " many samples",
+        unit="samples",
+    )
+    step_batch_size_schedule: tuple[str, ...] = setting(
+        (),
+        help='global batch sizes, each with the number of tokens from which on it applies: "0:768 250B:1536"; instead'
+        " of global_batch_size",
+        unit="samples",
     )
 
 

@@ -1,7 +1,7 @@
 """The tables of learning-rate schedules: the parameters of each, and why others are refused.
 
 `megazero/optim/schedules.py` computes the schedules, with one function for each.  DeepSpeed's five have its documented
-names and defaults.  The three of Megatron-LM are called after their decay, and their parameters after its flags; their
+names and defaults.  The five of Megatron-LM are called after their decay, and their parameters after its flags; their
 peak is the optimizer's learning rate.
 
 A run chooses one of `RUN_STYLES` by --lr-decay-style.  Two of these are DeepSpeed's, whose learning rates are --lr and
@@ -14,6 +14,7 @@ from types import MappingProxyType
 from megazero.config.fields import FieldInfo, by_name, parameter
 
 WARMUP_TYPES = ("log", "linear")
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 _WARMUP_STEPS = parameter("warmup_num_steps", "int", 1000, ge=1)
 _WARMUP_TYPE = parameter("warmup_type", "str", "log", choices=WARMUP_TYPES)
 _TOTAL_STEPS = parameter("total_num_steps", "int", None, ge=1)
@@ -61,10 +62,17 @@ SCHEDULES: Mapping[str, Mapping[str, FieldInfo]] = MappingProxyType(
         "constant": by_name(*_RUN_WARMUP),
         "linear": by_name(*_RUN_WARMUP, *_RUN_DECAY),
         "cosine": by_name(*_RUN_WARMUP, *_RUN_DECAY),
+        "inverse-square-root": by_name(*_RUN_WARMUP, *_RUN_DECAY),
+        "WSD": by_name(
+            *_RUN_WARMUP,
+            *_RUN_DECAY,
+            parameter("lr_wsd_decay_iters", "int", None, ge=1),
+            parameter("lr_wsd_decay_style", "str", "exponential", choices=WSD_STYLES),
+        ),
     }
 )
 
-RUN_STYLES = ("constant", "linear", "cosine", "LRRangeTest", "OneCycle")
+RUN_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "LRRangeTest", "OneCycle")
 # {style of a run: {parameter of the schedule that is a learning rate: the setting that holds it}}
 RATE_SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {

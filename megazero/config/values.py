@@ -4,6 +4,7 @@ Flags, `--config` files, the library's mappings, JSON and YAML files and DeepSpe
 through `coerce`.  A flag's value is text, a file's has a type; the result doesn't depend on which of the two it is:
 
     a whole number     3, 5e8, 5.0e8 and 500_000_000, bare or quoted; not 2.5, true, "" or a number out of range
+    samples, tokens    the same, and 40K, 2.5M, 300B and 1T, which are thousands, millions and so on
     a number           the same and 0.5, bare or quoted; not NaN or infinity
     true or false      true, yes, on, 1; false, no, off, 0; bare or quoted, in any case
     true, false, auto  the same and "auto"
@@ -21,6 +22,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +33,10 @@ from megazero.errors import Problem
 
 # The number of names that a message lists when none of them resembles the given one.
 _MANY = 20
+
+# Units of whole numbers that may have a suffix.
+COUNTED = ("samples", "tokens")
+_FACTORS: Mapping[str, int] = MappingProxyType({"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
 
 _BOOLEANS: Mapping[str, bool] = MappingProxyType(
     {word: value for value, words in ((True, "true yes on 1"), (False, "false no off 0")) for word in words.split()}
@@ -163,8 +169,19 @@ def as_number(value: Any) -> int | float | None:
     return value if isinstance(value, int) or math.isfinite(value) else None
 
 
+def as_quantity(value: Any) -> int | None:
+    """Return the whole number that `value` is or spells, with or without a suffix such as that of 300B; else None."""
+    text = value.strip() if isinstance(value, str) else ""
+    factor = _FACTORS.get(text[-1:].upper())
+    number = as_number(value if factor is None else text[:-1])
+    if number is None or factor is None:
+        return int(number) if number is not None and number == int(number) else None
+    exact = Fraction(str(number)) * factor
+    return int(exact) if exact.denominator == 1 else None
+
+
 def _number(info: FieldInfo, value: Any) -> int | float:
-    number = as_number(value)
+    number = as_quantity(value) if info.kind == "int" and info.unit in COUNTED else as_number(value)
     if number is None or (info.kind == "int" and number != int(number)):
         raise InvalidValue
     if not all(getattr(operator, name)(number, bound) for name, bound in info.bounds):

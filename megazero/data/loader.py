@@ -1,6 +1,7 @@
 """Cuts the samples of a step into micro-batches, and reads them ahead in the background (pinned for a GPU).
 
-Step i of a run with global batch size B takes samples [i * B, (i + 1) * B), whatever the layout.  With D data-parallel
+Step i of a run with global batch size B takes samples [i * B, (i + 1) * B), whatever the layout; where batch sizes
+change, every step takes the samples that follow those of the step before.  With D data-parallel
 ranks and micro-batch size b, micro-batch m of rank d starts at sample
 
     first + (m * D + d) * b
@@ -17,13 +18,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.config.step_sizes import StepSizes
 from megazero.data.samples import Samples
 
 # The interval at which a thread that waits for room checks whether it should stop.
@@ -89,6 +91,11 @@ class StepBatch(NamedTuple):
     first_sample: int
     micro_batches: list[MicroBatch]
 
+    @property
+    def num_positions(self) -> int:
+        """The number of this rank's token positions, the same on every rank."""
+        return sum(batch.tokens.numel() for batch in self.micro_batches)
+
 
 def build_step_batch(source: Samples, first_sample: int, layout: BatchLayout) -> StepBatch:
     """Build the batch of the step that starts at sample `first_sample`; raises every error of `source.sample`."""
@@ -132,6 +139,7 @@ class BatchLoader:
 
     An error of the source is raised by the `next` that would have returned its batch.  With prefetch 0 there is no
     thread.  Close it, or use it as a context manager.  clock: a function that returns seconds, which never decrease.
+    sizes: the global batch sizes of the steps; by default the layout's.
     """
 
     def __init__(
@@ -142,9 +150,11 @@ class BatchLoader:
         start_sample: int = 0,
         prefetch: int = 2,
         clock: Callable[[], float] = time.perf_counter,
+        sizes: StepSizes | None = None,
     ) -> None:
         self._source = source
         self._layout = layout
+        self._sizes = sizes or StepSizes.constant(layout.global_batch_size)
         self._clock = clock
         self._consumed = start_sample
         self._waited = 0.0
@@ -172,9 +182,9 @@ class BatchLoader:
     def __next__(self) -> StepBatch:
         """Return this rank's part of the next step."""
         began = self._clock()
-        batch = self._next_ready() if self._thread else build_step_batch(self._source, self._consumed, self._layout)
+        batch = self._next_ready() if self._thread else self._read(self._consumed)
         self._waited += self._clock() - began
-        self._consumed += self._layout.global_batch_size
+        self._consumed += self._sizes.at(self._consumed)
         return batch
 
     def close(self) -> None:
@@ -204,11 +214,15 @@ class BatchLoader:
             self._offer(item)
             if isinstance(item, Exception):
                 return
-            first_sample += self._layout.global_batch_size
+            first_sample += self._sizes.at(first_sample)
+
+    def _read(self, first_sample: int) -> StepBatch:
+        size = self._sizes.at(first_sample)
+        return build_step_batch(self._source, first_sample, replace(self._layout, global_batch_size=size))
 
     def _build(self, first_sample: int) -> StepBatch | Exception:
         try:
-            return build_step_batch(self._source, first_sample, self._layout)
+            return self._read(first_sample)
         except Exception as error:  # raised to the caller of `next`, of whatever kind
             return error
 

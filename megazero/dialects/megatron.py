@@ -54,11 +54,12 @@ _PUBLISHED = (
     "accumulate-allreduce-grads-in-fp32 adam-beta1 adam-beta2 adam-eps attention-backend checkpoint-in-cpu"
     " checkpoint-num-layers contigious-checkpointing data-cache-path deterministic-mode eval-interval hysteresis"
     " initial-loss-scale log-memory-to-tensorboard log-timers-to-tensorboard log-validation-ppl-to-tensorboard"
-    " loss-scale loss-scale-window lr-decay-iters lr-warmup-init merge-file min-loss-scale min-lr no-load-optim"
+    " loss-scale loss-scale-window lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-init merge-file"
+    " min-loss-scale min-lr no-load-optim"
     " no-mmap-bin-files no-save-optim override-opt-param-scheduler partition-activations profile-backward"
     " recompute-method recompute-num-layers save-interval sequence-parallel sgd-momentum split"
     " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size tokenizer-model"
-    " use-checkpoint-opt-param-scheduler vocab-file"
+    " use-checkpoint-opt-param-scheduler vocab-file weight-decay"
 )
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
@@ -95,7 +96,6 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "position-embedding-type": Fixed(("learned_absolute",), "GPT-2 has learned absolute positions"),
         "data-impl": Fixed(("mmap", "infer"), "corpora are .bin/.idx pairs"),
         "dataloader-type": Fixed(("single",), "sample k of the run is a function of the seed and k, in one order"),
-        "weight-decay-incr-style": Fixed(("constant",), "weight decay is constant"),
         "cpu-offload-optimizer": Fixed(("false",), "optimizer states stay on the device"),
         "recompute-modules": Fixed(("core_attn",), "selective recomputation is that of the attention core"),
         "fp8-recipe": Fixed(("tensorwise",), _SCALES),
@@ -330,8 +330,6 @@ ACCEPTED: Mapping[str, str] = _rows(
 )
 
 _MODEL = "the model is GPT-2: pre-LN, learned positions, tanh GELU, biases, one attention width"
-_STEPS = "the schedule counts steps; give --lr-decay-iters, and --lr-warmup-iters or --lr-warmup-fraction"
-_BATCH = "the global batch size is constant; give --global-batch-size"
 _CORPUS = "corpora are named by --data-path and --split, or by --train-data-path, --valid-data-path, --test-data-path"
 _SPLIT = "layers are shared out by what embedding and head cost, or as --pipeline-split says"
 _RESUMED = "a finished run, started again with --load, only evaluates"
@@ -349,13 +347,6 @@ REFUSED: Mapping[str, str] = _rows(
             "cpu-offloading cpu-offloading-num-layers fine-grained-activation-offloading offload-modules",
         ),
         ("every pipeline stage recomputes alike; give --recompute-num-layers", "custom-recompute-layers-per-stage"),
-        (
-            _STEPS,
-            "lr-decay-samples lr-decay-tokens lr-warmup-samples lr-warmup-tokens",
-        ),
-        ("the length of a run is given by --train-iters or --train-samples", "train-tokens"),
-        (_BATCH, "rampup-batch-size step-batch-size-schedule"),
-        ("weight decay is constant; give --weight-decay", "start-weight-decay end-weight-decay"),
         (
             _SPLIT,
             "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers"

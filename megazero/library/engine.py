@@ -348,7 +348,8 @@ class DataParallelEngine:
         self._stepper.finish()
         self.zero_engine.written.settle()
         steps = int(self.zero_engine.optimizer_step.item())
-        state = TrainState(self._stepper.scale_state, self.global_steps, self.global_samples, steps)
+        updated = self.global_samples * steps // max(self.global_steps, 1)
+        state = TrainState(self._stepper.scale_state, self.global_steps, self.global_samples, steps, updated)
         return self._checkpoints.save(
             Path(folder),
             None if tag is None else str(tag),

@@ -39,6 +39,10 @@ from megazero.tensor_parallel.vocab import TiedHead, VocabParallelEmbedding, Voc
 M = TypeVar("M", bound=nn.Module)
 
 
+# The word embedding and a head with a matrix of its own.
+INPUT_AND_OUTPUT = frozenset({"embedding.word.weight", "head.weight"})
+
+
 class GPT(nn.Module):
     """The chunks of the model that one rank holds; every parameter is left uninitialised.
 

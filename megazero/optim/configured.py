@@ -16,8 +16,13 @@ from megazero.parallel.param_spec import named_specs
 _KERNEL_PARAMS = {"betas", "eps", "weight_decay"}
 
 
-def make_optimizer(choice: OptimizerChoice, model: nn.Module) -> FusedAdamW | Elementwise:
-    """Make AdamW with the fused kernel, or any other torch optimizer with a decayed and an undecayed param group."""
+def make_optimizer(
+    choice: OptimizerChoice, model: nn.Module, decoupled: frozenset[str] = frozenset()
+) -> FusedAdamW | Elementwise:
+    """Make AdamW with the fused kernel, or any other torch optimizer with a decayed and an undecayed param group.
+
+    decoupled: names of parameters with weight decay that have a param group, and a learning rate, of their own.
+    """
     others = {name for name, value in choice.params.items() if name not in _KERNEL_PARAMS and value}
     if choice.type == "AdamW" and not others:
         # torch's defaults for arguments that were left out, read from its signature: to make a torch optimizer would
@@ -25,12 +30,15 @@ def make_optimizer(choice: OptimizerChoice, model: nn.Module) -> FusedAdamW | El
         standard = {name: argument.default for name, argument in signature(torch.optim.AdamW).parameters.items()}
         params = {**standard, **choice.params}
         beta1, beta2 = params["betas"]
-        return FusedAdamW(AdamWSettings(beta1, beta2, params["eps"], params["weight_decay"]))
+        return FusedAdamW(AdamWSettings(beta1, beta2, params["eps"], params["weight_decay"]), decoupled)
     trained = [(spec, parameter) for spec, parameter in named_specs(model) if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": [parameter for spec, parameter in trained if spec.decay]}]
+    own = [parameter for spec, parameter in trained if spec.name in decoupled]
+    decayed = [parameter for spec, parameter in trained if spec.decay and spec.name not in decoupled]
+    groups: list[dict[str, Any]] = [{"params": decayed}]
     undecayed = [parameter for spec, parameter in trained if not spec.decay]
     if undecayed:
         groups.append({"params": undecayed} | ({"weight_decay": 0.0} if "weight_decay" in choice.params else {}))
+    groups.append({"params": own})
     return Elementwise(TorchOptimizer(make_torch_optimizer(choice, [group for group in groups if group["params"]])))
 
 

@@ -20,7 +20,7 @@ from megazero.memory.lease import Scratch
 from megazero.optim.torch_optimizer import FlatRun, TorchOptimizer
 from megazero.parallel.param_spec import ParamSpec
 
-UNDECAYED, DECAYED = 0, 1
+UNDECAYED, DECAYED, DECOUPLED = 0, 1, 2
 # On a CPU a run is updated in pieces whose gradients stay in the cache between being scaled and being used: 512 KiB.
 _CACHED_NUMEL = 1 << 17
 NOT_UPDATED = -1
@@ -117,6 +117,7 @@ class AdamWSettings:
 class FusedAdamW:
     """AdamW; weight decay applies to parameters whose spec has `decay`.
 
+    decoupled: names of parameters, with weight decay, that have a learning rate of their own, in a group of their own.
     groups: the options of the two groups as torch's AdamW names them ("betas"), which every update reads; "lr" is read
     where the update is given no rate.
     """
@@ -124,18 +125,23 @@ class FusedAdamW:
     moments = ("exp_avg", "exp_avg_sq")
     skips_on_host = False
 
-    def __init__(self, settings: AdamWSettings) -> None:
+    def __init__(self, settings: AdamWSettings, decoupled: frozenset[str] = frozenset()) -> None:
+        self._decoupled = decoupled
         common = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
         self.groups: Mapping[int, dict[str, Any]] = {
             UNDECAYED: {**common, "weight_decay": 0.0},
             DECAYED: {**common, "weight_decay": settings.weight_decay},
         }
+        if decoupled:
+            self.groups = {**self.groups, DECOUPLED: {**common, "weight_decay": settings.weight_decay}}
 
     @property
     def options(self) -> list[dict[str, Any]]:
         return [*self.groups.values()]
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
+        if spec.name in self._decoupled:
+            return DECOUPLED
         return DECAYED if spec.decay else UNDECAYED
 
     def bind(self, runs: Sequence[Run]) -> None:

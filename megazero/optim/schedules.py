@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the number of updates already made.
+"""Learning-rate schedules as pure functions of the number of updates already made, or of the samples in them.
 
 `RATES[name](k, base_lr, **params)` is the rate of update number k, counted from 0; a step that was skipped because of
 an overflow makes no update.  `base_lr` is the optimizer's learning rate; the parameters are those of
@@ -11,10 +11,11 @@ falls, or stays where it is:
           +---------------------
           0  w             end
 
-`constant`, `linear` and `cosine` are Megatron-LM's rules, which count samples; with a constant global batch the ratios
-are the same.  `WarmupLR`, `WarmupDecayLR` and `WarmupCosineLR` are DeepSpeed's.  DeepSpeed's engine updates first and
-calls its scheduler afterwards, so update k has the rate of call number k - 1: the first two updates have the start's.
-Its warm-up has at least two steps, and its cosine has taken its first step when the warm-up ends.
+`constant`, `linear`, `cosine`, `inverse-square-root` and `WSD` are Megatron-LM's rules, which count samples; with a
+constant global batch the ratios are the same, and for these k may count samples as well, if the lengths do.
+`WarmupLR`, `WarmupDecayLR` and `WarmupCosineLR` are DeepSpeed's.  DeepSpeed's engine updates first and calls its
+scheduler afterwards, so update k has the rate of call number k - 1: the first two updates have the start's.  Its
+warm-up has at least two steps, and its cosine has taken its first step when the warm-up ends.
 
 DeepSpeed's other two count from 1, so that update k has the rate of k steps.  `LRRangeTest` rises without an end, to
 show from which rate on a loss grows.  `OneCycle` rises and falls once, and then decays; the momentum, an Adam's first
@@ -28,8 +29,10 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.choices import SchedulerChoice, choose_sweep
+from megazero.config.derived import rate_lengths
 from megazero.config.engine_sections import OptimizerConfig
-from megazero.config.schedules import RUN_STYLES, WARMUP_TYPES
+from megazero.config.lengths import RunLength
+from megazero.config.schedules import RUN_STYLES, SCHEDULES, WARMUP_TYPES
 from megazero.config.values import Diagnostics
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 
@@ -49,6 +52,30 @@ def linear(updates: int, base_lr: float, *, lr_decay_iters: int, min_lr: float, 
 def cosine(updates: int, base_lr: float, *, lr_decay_iters: int, min_lr: float, **warmup: Any) -> float:
     """Return a rate that rises as `constant`, then falls along half a cosine to min_lr, at update lr_decay_iters."""
     return _decayed(updates, base_lr, _half_cosine, end=lr_decay_iters, min_lr=min_lr, warmup=warmup)
+
+
+def inverse_square_root(updates: int, base_lr: float, *, lr_decay_iters: float, min_lr: float, **warmup: Any) -> float:
+    """Return a rate that rises as `constant`, then falls with 1 / sqrt(updates), but not below min_lr."""
+    start = warmup["lr_warmup_iters"]
+    if start > 0 and updates <= start:
+        return constant(updates, base_lr, **warmup)
+    return min_lr if updates > lr_decay_iters else max(min_lr, base_lr * math.sqrt(max(start, 1) / max(updates, 1)))
+
+
+def wsd(
+    updates: int,
+    base_lr: float,
+    *,
+    lr_decay_iters: float,
+    min_lr: float,
+    lr_wsd_decay_iters: float,
+    lr_wsd_decay_style: str,
+    **warmup: Any,
+) -> float:
+    """Return a rate that rises as `constant` and stays there, but falls to min_lr in the decay's last part (WSD)."""
+    fallen = max(updates - (lr_decay_iters - lr_wsd_decay_iters), 0) / lr_wsd_decay_iters
+    shape = _FALLS[lr_wsd_decay_style]
+    return _decayed(updates, base_lr, lambda _: shape(fallen), end=lr_decay_iters, min_lr=min_lr, warmup=warmup)
 
 
 def warmup_lr(
@@ -177,6 +204,8 @@ RATES: Mapping[str, Callable[..., float]] = MappingProxyType(
         "constant": constant,
         "linear": linear,
         "cosine": cosine,
+        "inverse-square-root": inverse_square_root,
+        "WSD": wsd,
     }
 )
 
@@ -211,6 +240,19 @@ def write_momentum(groups: Iterable[dict[str, Any]], momentum: float | None) -> 
             group["betas"] = (momentum, group["betas"][1])
 
 
+def write_rate(groups: Iterable[dict[str, Any]], lr: float) -> None:
+    """Set the learning rate of param groups."""
+    for group in groups:
+        group["lr"] = lr
+
+
+def write_weight_decay(groups: Iterable[dict[str, Any]], weight_decay: float | None) -> None:
+    """Set the weight decay of param groups; None: change nothing."""
+    for group in groups:
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay
+
+
 def unmoved_momentum(choice: SchedulerChoice, groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return one line if the schedule cycles a momentum and no param group has betas, as in DeepSpeed."""
     if momentum_of(choice, 0) is None or any("betas" in group for group in groups):
@@ -223,7 +265,7 @@ def _decayed(
     peak: float,
     remaining: Callable[[float], float],
     *,
-    end: int,
+    end: float,
     min_lr: float,
     warmup: Mapping[str, Any],
 ) -> float:
@@ -247,6 +289,16 @@ def _half_cosine(done: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+_FALLS: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "exponential": lambda done: 2.0 * 0.5**done - 1.0,
+        "linear": lambda done: 1.0 - done,
+        "cosine": _half_cosine,
+        "minus_sqrt": lambda done: 1.0 - math.sqrt(done),
+    }
+)
+
+
 # --- the schedule of a run -------------------------------------------------------------------------------------------
 
 _FLAGS: Mapping[str, str] = MappingProxyType(
@@ -256,6 +308,11 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "style": "--lr-decay-style",
         "warmup_steps": "--lr-warmup-iters",
         "decay_steps": "--lr-decay-iters (--train-iters without it)",
+        "unit": "lengths in",
+        "fall_steps": "--lr-wsd-decay-iters",
+        "fall_style": "--lr-wsd-decay-style",
+        "weight_decay": "weight decay",
+        "decoupled": "--decoupled-lr, --decoupled-min-lr",
         "warmup_init": "--lr-warmup-init",
         "warmup_type": "--lr-warmup-type",
         "params": "--lr-decay-params",
@@ -280,25 +337,33 @@ class LearningRate:
     warmup_steps: length of the warm-up; a fraction of the decay gives a number that need not be whole.
     decay_steps: the step at which the minimum is reached, the warm-up included.
     params: all parameters of LRRangeTest or OneCycle, peak and minimum among them; their shapes need no other field.
+    unit: "steps", or "samples" if all lengths are samples, and rates depend on the samples of the updates so far.
+    fall_steps, fall_style: the length and the shape of WSD's fall, which ends with the decay.
+    weight_decay: "start", "end", "style" and "length" of an increase; empty if weight decay is constant.
+    decoupled: "peak" and "minimum" of the word embedding's and the head's rate; empty if it is that of the others.
     """
 
     peak: float
     minimum: float
     style: str
     warmup_steps: float
-    decay_steps: int
+    decay_steps: float
     warmup_init: float = 0.0
     warmup_type: str = "linear"
     params: Mapping[str, Any] = field(default_factory=dict)
+    unit: str = "steps"
+    fall_steps: float = 0
+    fall_style: str = "exponential"
+    weight_decay: Mapping[str, Any] = field(default_factory=dict)
+    decoupled: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         raise_problems(ConfigError, self._problems())
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, *, train_iters: int) -> "LearningRate":
-        """Make the configured schedule; without --lr-decay-iters the decay lasts the whole run of `train_iters`."""
-        decay_steps = train_iters if config.lr_decay_iters is None else config.lr_decay_iters
-        fraction = config.lr_warmup_fraction
+    def from_config(cls, config: OptimizerConfig, run: RunLength) -> "LearningRate":
+        """Make the configured schedule; without a length of its own the decay lasts the whole run."""
+        lengths = rate_lengths(config, run)
         diagnostics = Diagnostics()
         rates = {"lr": config.lr, "min_lr": config.min_lr}
         params = choose_sweep(config.lr_decay_style, config.lr_decay_params, rates, diagnostics)
@@ -307,24 +372,53 @@ class LearningRate:
             peak=config.lr,
             minimum=config.min_lr,
             style=config.lr_decay_style,
-            warmup_steps=config.lr_warmup_iters if fraction is None else fraction * decay_steps,
-            decay_steps=decay_steps,
+            warmup_steps=lengths.warmup,
+            decay_steps=lengths.decay,
             warmup_init=config.lr_warmup_init,
             warmup_type=config.lr_warmup_type,
             params=params,
+            unit=lengths.unit,
+            fall_steps=lengths.fall if config.lr_decay_style == "WSD" else 0,
+            fall_style=config.lr_wsd_decay_style if config.lr_decay_style == "WSD" else "exponential",
+            weight_decay=_increase(config, lengths.run),
+            decoupled=_decoupled(config),
         )
 
+    def progress(self, updates: int, samples: int) -> int:
+        """Return the progress of which rates are functions: updates made so far, or the samples in them."""
+        return samples if self.unit == "samples" else updates
+
     def at(self, updates: int) -> float:
-        """Return the rate of the step that follows `updates` finished ones."""
+        """Return the rate of the step that follows `updates` finished ones; of samples, if the unit is that."""
         if self.params:
             return rate_of(SchedulerChoice(type=self.style, params=self.params), updates, self.peak)
-        warmup = {
+        return self._decaying(updates, self.peak, self.minimum)
+
+    def decoupled_at(self, updates: int) -> float | None:
+        """Return the word embedding's and the head's rate of the step that `at` is about; None if it is the same."""
+        own = self.decoupled
+        return self._decaying(updates, own["peak"], own["minimum"]) if own else None
+
+    def _decaying(self, updates: int, peak: float, minimum: float) -> float:
+        values = {
             "lr_warmup_iters": self.warmup_steps,
             "lr_warmup_init": self.warmup_init,
             "lr_warmup_type": self.warmup_type,
+            "lr_decay_iters": self.decay_steps,
+            "min_lr": minimum,
+            "lr_wsd_decay_iters": self.fall_steps,
+            "lr_wsd_decay_style": self.fall_style,
         }
-        decay = {} if self.style == "constant" else {"lr_decay_iters": self.decay_steps, "min_lr": self.minimum}
-        return RATES[self.style](updates, self.peak, **warmup, **decay)
+        return RATES[self.style](updates, peak, **{name: values[name] for name in SCHEDULES[self.style]})
+
+    def weight_decay_at(self, updates: int) -> float | None:
+        """Return the weight decay of the step that follows `updates` finished ones; None if it is constant."""
+        if not self.weight_decay:
+            return None
+        start, end, length = (self.weight_decay[name] for name in ("start", "end", "length"))
+        done = min(updates / length, 1.0)
+        part = done if self.weight_decay["style"] == "linear" else 1.0 - _half_cosine(done)
+        return float(start + part * (end - start))
 
     def momentum(self, updates: int) -> float | None:
         """Return the momentum of the step that follows `updates` finished ones; None if it is the optimizer's own."""
@@ -357,13 +451,24 @@ class LearningRate:
         if not 0 <= self.warmup_init <= self.peak:
             given = f"--lr-warmup-init {self.warmup_init:g} with --lr {self.peak:g}"
             problems.append(Problem(given, "a warm-up does not fall", f"0 to {self.peak:g}"))
+        if self.decoupled and not max(self.decoupled["minimum"], self.warmup_init) <= self.decoupled["peak"]:
+            given = f"--decoupled-lr {self.decoupled['peak']:g} with a minimum of {self.decoupled['minimum']:g}"
+            rule = f"it lies above its minimum and the warm-up's start, {self.warmup_init:g}"
+            problems.append(Problem(given, rule, "a larger --decoupled-lr"))
+        unit = self.unit
+        flag = "iters" if unit == "steps" else unit
         if self.decay_steps < 1:
-            given = f"--lr-decay-iters {self.decay_steps}"
-            problems.append(Problem(given, "the learning rate decays over at least one step", "1 and above"))
+            given = f"--lr-decay-{flag} {self.decay_steps}"
+            problems.append(Problem(given, f"the learning rate decays over at least one {unit[:-1]}", "1 and above"))
         elif not 0 <= self.warmup_steps < self.decay_steps:
-            given = f"a warm-up of {self.warmup_steps:g} steps in a decay of {self.decay_steps}"
-            legal = f"--lr-warmup-iters 0 to {self.decay_steps - 1}, or --lr-warmup-fraction below 1"
+            given = f"a warm-up of {self.warmup_steps:.12g} {unit} in a decay of {self.decay_steps:.12g}"
+            legal = f"--lr-warmup-{flag} 0 to {math.ceil(self.decay_steps) - 1}, or --lr-warmup-fraction below 1"
             problems.append(Problem(given, "the warm-up ends before the decay does", legal))
+        elif self.style == "WSD" and not 0 < self.fall_steps <= self.decay_steps - self.warmup_steps:
+            given = f"a fall of {self.fall_steps:.12g} {unit} in a decay of {self.decay_steps:.12g}"
+            rule = f"WSD falls within the decay, after the warm-up of {self.warmup_steps:.12g} {unit}"
+            legal = f"--lr-wsd-decay-{flag} 1 to {math.floor(self.decay_steps - self.warmup_steps)}"
+            problems.append(Problem(given, rule, legal))
         return problems
 
 
@@ -376,16 +481,32 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
     if config.override_opt_param_scheduler:
         return given
     if config.use_checkpoint_opt_param_scheduler:
-        return _from_json(saved)
+        taken = _from_json(saved)
+        if bool(taken.decoupled) != bool(given.decoupled):
+            text = f"--decoupled-lr {given.decoupled.get('peak')}; the checkpoint: {taken.decoupled.get('peak')}"
+            rule = "--use-checkpoint-opt-param-scheduler takes a decoupled rate only in place of another one"
+            raise CheckpointError(Problem(text, rule, "the same, or --override-opt-param-scheduler"))
+        # The optimizer has been made for the weight decay of this command line.
+        if bool(taken.weight_decay) != bool(given.weight_decay):
+            styles = (rate.weight_decay.get("style", "constant") for rate in (given, taken))
+            text = f"--weight-decay-incr-style {next(styles)}; the checkpoint was saved with {next(styles)}"
+            rule = "--use-checkpoint-opt-param-scheduler takes an increase of weight decay only in place of another one"
+            raise CheckpointError(Problem(text, rule, "the same, or --override-opt-param-scheduler"))
+        return taken
     saved = {
         "warmup_init": 0.0,
         "warmup_type": "linear",
         "params": {},
+        "unit": "steps",
+        "fall_steps": 0,
+        "fall_style": "exponential",
+        "weight_decay": {},
+        "decoupled": {},
         **saved,
     }  # fields that older checkpoints do not have
     problems = [
         Problem(
-            f"{_FLAGS[name]} {value}; the checkpoint was saved with {saved.get(name)}",
+            f"{_flag(given, name)} {value}; the checkpoint was saved with {saved.get(name)}",
             "a resumed run keeps its learning-rate schedule",
             "the same, or --override-opt-param-scheduler, or --use-checkpoint-opt-param-scheduler",
         )
@@ -394,6 +515,23 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
     ]
     raise_problems(CheckpointError, problems)
     return given
+
+
+def _increase(config: OptimizerConfig, length: float) -> dict[str, Any]:
+    """Return the increase of weight decay over the run, in the form of `LearningRate.weight_decay`."""
+    style, start, end = config.weight_decay_incr_style, config.start_weight_decay, config.end_weight_decay
+    return {} if style == "constant" else {"start": start, "end": end, "style": style, "length": length}
+
+
+def _decoupled(config: OptimizerConfig) -> dict[str, float]:
+    """Return the rates of the word embedding and the head in the form of `LearningRate.decoupled`."""
+    peak, minimum = config.decoupled_lr, config.decoupled_min_lr
+    return {} if peak is None else {"peak": peak, "minimum": config.min_lr if minimum is None else minimum}
+
+
+def _flag(rate: LearningRate, name: str) -> str:
+    """Return the flag of a field, as it is spelled for the unit of the lengths."""
+    return _FLAGS[name].replace("-iters", "-samples") if rate.unit == "samples" else _FLAGS[name]
 
 
 def _from_json(saved: Mapping[str, Any]) -> LearningRate:

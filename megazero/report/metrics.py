@@ -185,9 +185,14 @@ class IntervalMetrics:
     num_nan: int
     data_wait_seconds: float = 0.0
 
-    def eta_seconds(self, train_iters: int) -> float:
-        """Return the seconds until step `train_iters` at the interval's pace."""
-        return max(train_iters - self.last.iteration, 0) * self.step_seconds
+    def eta_seconds(self, train_iters: int, train_samples: int | None = None) -> float:
+        """Return the seconds until step `train_iters` at the interval's pace.
+
+        train_samples: what the run will have consumed then, where steps still grow; None: all steps are like the last.
+        """
+        if train_samples is None:
+            return max(train_iters - self.last.iteration, 0) * self.step_seconds
+        return max(train_samples - self.last.consumed_samples, 0) / self.last.global_batch_size * self.step_seconds
 
 
 def interval_metrics(steps: Sequence[StepMetrics]) -> IntervalMetrics:

@@ -62,9 +62,11 @@ class ConsoleWriter:
         *,
         log_interval: int,
         train_iters: int,
+        train_samples: int | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self._console = console
+        self._train_samples = train_samples
         self._log_interval = log_interval
         self._train_iters = train_iters
         self._now = now
@@ -95,13 +97,13 @@ class ConsoleWriter:
         if not self._steps:
             return
         interval = interval_metrics(self._steps)
-        fields = _interval_fields(interval, self._train_iters)
+        fields = _interval_fields(interval, self._train_iters, self._train_samples)
         self._console.line(f"[{self._now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields))
         self._steps.clear()
         self._first = False
 
 
-def _interval_fields(interval: IntervalMetrics, train_iters: int) -> list[str]:
+def _interval_fields(interval: IntervalMetrics, train_iters: int, train_samples: int | None) -> list[str]:
     """Return the console line's fields under Megatron-LM's names, then megazero's own; waits are the interval's sum."""
     last = interval.last
     width = len(str(train_iters))
@@ -121,7 +123,7 @@ def _interval_fields(interval: IntervalMetrics, train_iters: int) -> list[str]:
         f"number of nan iterations: {interval.num_nan}",
         f"data wait (ms): {1000 * interval.data_wait_seconds:.1f}",
         *(f"{name} (ms): {1000 * last.timers[name]:.1f}" for name in _PROFILED if name in last.timers),
-        f"ETA: {format_duration(interval.eta_seconds(train_iters))}",
+        f"ETA: {format_duration(interval.eta_seconds(train_iters, train_samples))}",
     ]
 
 
@@ -260,11 +262,18 @@ def open_writers(
     world_size: int,
     resumed_iteration: int = 0,
     texts: Mapping[str, str] = MappingProxyType({}),
+    train_samples: int | None = None,
 ) -> tuple[MetricsWriter, ...]:
-    """Return the writers of the configuration; none on a rank that does not print.  texts: see `TensorBoardWriter`."""
+    """Return the writers of the configuration; none on a rank that does not print.
+
+    texts: see `TensorBoardWriter`.  train_samples: see `IntervalMetrics.eta_seconds`.
+    """
     if not console.prints:
         return ()
-    writers: list[MetricsWriter] = [ConsoleWriter(console, log_interval=config.log_interval, train_iters=train_iters)]
+    every = config.log_interval
+    writers: list[MetricsWriter] = [
+        ConsoleWriter(console, log_interval=every, train_iters=train_iters, train_samples=train_samples)
+    ]
     if config.metrics_file is not None:
         writers.append(MetricsFile(config.metrics_file, resumed_iteration=resumed_iteration))
     if config.tensorboard_dir is not None:

@@ -322,6 +322,8 @@ _SEGMENTS = (
     "synchronize_each_layer",
     "profile_backward",
 )
+_WARMUP_LENGTHS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
+_DECAY_LENGTHS = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
 _TENSORBOARD = (
     "tensorboard_queue_size",
     "tensorboard_log_interval",
@@ -350,18 +352,18 @@ _OPTIMIZER_OF: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _is_no_parameter(setting: str) -> Row[RunConfig]:
+def _is_no_parameter(setting: str, *others: str) -> Row[RunConfig]:
     def because(config: RunConfig) -> str:
         name = config.optimizer.optimizer
         own = run_settings(RUN_NAMES[name])
         settings = [setting for settings in own.values() for setting in settings]
         if setting in settings:
             return ""
-        others = [other for other in OPTIMIZERS[RUN_NAMES[name]].params if other not in own]
-        taken = [*(_INFO[own].flag for own in settings), "--optimizer-params " + " ".join(f"{n}=..." for n in others)]
+        rest = [other for other in OPTIMIZERS[RUN_NAMES[name]].params if other not in own]
+        taken = [*(_INFO[own].flag for own in settings), "--optimizer-params " + " ".join(f"{n}=..." for n in rest)]
         return f"--optimizer {name} takes {', '.join(taken)}"
 
-    return Row((setting,), because, {"optimizer": _OPTIMIZER_OF[setting]})
+    return Row((setting, *others), because, {"optimizer": _OPTIMIZER_OF[setting]})
 
 
 def _one_slice(config: RunConfig) -> str:
@@ -515,7 +517,7 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"lr_decay_style": "linear"},
     ),
     Row(
-        ("lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_type"),
+        (*_DECAY_LENGTHS, *_WARMUP_LENGTHS, "lr_warmup_init", "lr_warmup_type"),
         lambda c: (
             f"--lr-decay-params are the shape of {c.optimizer.lr_decay_style}"
             if c.optimizer.lr_decay_style in RATE_SETTINGS
@@ -534,7 +536,7 @@ RUN: tuple[Row[RunConfig], ...] = (
     ),
     Row(("adam_beta1",), _momentum_is_cycled),
     Row(
-        ("lr_decay_iters",),
+        _DECAY_LENGTHS,
         lambda c: (
             "a constant learning rate does not fall, and no warm-up is a fraction of its fall"
             if c.optimizer.lr_decay_style == "constant" and not c.optimizer.lr_warmup_fraction
@@ -544,10 +546,53 @@ RUN: tuple[Row[RunConfig], ...] = (
     ),
     Row(
         ("lr_warmup_init", "lr_warmup_type"),
-        lambda c: "" if c.optimizer.lr_warmup_iters or c.optimizer.lr_warmup_fraction else "there is no warm-up",
+        lambda c: "" if any(getattr(c.optimizer, name) for name in _WARMUP_LENGTHS) else "there is no warm-up",
         {"lr_warmup_iters": 100},
     ),
+    Row(
+        ("decoupled_min_lr",),
+        lambda c: "it is the end of --decoupled-lr" if c.optimizer.decoupled_lr is None else "",
+        {"decoupled_lr": 1e-4},
+    ),
+    Row(
+        ("decoupled_min_lr",),
+        lambda c: "a constant learning rate does not fall" if c.optimizer.lr_decay_style == "constant" else "",
+        {"lr_decay_style": "linear"},
+    ),
+    Row(
+        ("decoupled_lr", "decoupled_min_lr"),
+        lambda c: (
+            f"{c.optimizer.lr_decay_style} has one learning rate for all parameters"
+            if c.optimizer.lr_decay_style in RATE_SETTINGS
+            else ""
+        ),
+        {"lr_decay_style": "linear"},
+    ),
     *map(_is_no_parameter, _OPTIMIZER_OF),
+    _is_no_parameter("weight_decay", "weight_decay_incr_style"),
+    Row(
+        ("start_weight_decay", "end_weight_decay"),
+        lambda c: "weight decay is constant" if c.optimizer.weight_decay_incr_style == "constant" else "",
+        {"weight_decay_incr_style": "linear"},
+    ),
+    Row(
+        ("weight_decay",),
+        lambda c: (
+            ""
+            if c.optimizer.weight_decay_incr_style == "constant"
+            else "it goes from --start-weight-decay to --end-weight-decay"
+        ),
+        {"weight_decay_incr_style": "constant"},
+    ),
+    Row(
+        ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
+        lambda c: (
+            ""
+            if c.optimizer.lr_decay_style == "WSD"
+            else f"--lr-decay-style {c.optimizer.lr_decay_style} has no fall of its own at the end"
+        ),
+        {"lr_decay_style": "WSD"},
+    ),
     Row(
         ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "no_load_optim", "strict_load"),
         lambda c: "there is no checkpoint to take anything from" if c.checkpoint.load is None else "",

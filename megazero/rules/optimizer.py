@@ -46,6 +46,8 @@ def choose_for_run(config: OptimizerConfig, diagnostics: Diagnostics) -> Optimiz
         "sgd_momentum": config.sgd_momentum,
         "weight_decay": config.weight_decay,
     }
+    if config.weight_decay_incr_style != "constant":  # the groups that decay are those that do at the end
+        numbers["weight_decay"] = config.end_weight_decay or 0.0
     others = {name: info for name, info in optimizer.params.items() if name not in own}
     values = defaults_of(others) | read_params(location, others, given, diagnostics)
     for name, settings in own.items():

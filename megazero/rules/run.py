@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from megazero.config import derived
 from megazero.config.nearest import flags, near_divisors, neighbours
 from megazero.config.run import RunConfig
+from megazero.config.step_sizes import RAMPUP, SCHEDULE, read_rampup, read_schedule
 from megazero.config.validate import Unknown
 from megazero.config.values import Diagnostics
 from megazero.errors import Problem
@@ -240,6 +241,61 @@ def compiled_under_ledger(ledger: str, choice: str) -> Problem:
 # --- batch and length ------------------------------------------------------------------------------------------------
 
 
+def batch_sizes_are_read(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    training = config.training
+    if training.rampup_batch_size and training.step_batch_size_schedule:
+        given = f"{RAMPUP} {' '.join(training.rampup_batch_size)} and {SCHEDULE}"
+        yield Problem(given, "global batch sizes change by one rule", "one of the two")
+    elif training.step_batch_size_schedule:
+        if training.global_batch_size is not None:
+            given = f"--global-batch-size {training.global_batch_size} and {SCHEDULE}"
+            yield Problem(given, "the schedule holds all global batch sizes", "one of the two")
+        sizes = read_schedule(training.step_batch_size_schedule, config.model.seq_length)
+        if isinstance(sizes, Problem):
+            yield sizes
+    elif training.rampup_batch_size and world_size % derived.model_parallel_size(config) == 0:
+        sizes = read_rampup(
+            training.rampup_batch_size, training.global_batch_size or derived.samples_per_micro_step(config, world_size)
+        )
+        if isinstance(sizes, Problem):
+            yield sizes
+
+
+def micro_batches_fill_every_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    training = config.training
+    if not (training.rampup_batch_size or training.step_batch_size_schedule):
+        return
+    if world_size % derived.model_parallel_size(config):
+        return
+    micro, copies = training.micro_batch_size, derived.data_parallel_size(config, world_size)
+    turns = pipeline_rules.known(lambda: pipeline_rules.turns(config), 1) or 1
+    unit = micro * copies * turns
+    sizes = derived.step_sizes(config, world_size)
+    wrong = [size for size in sizes.sizes if size % unit]
+    if not wrong or (sizes.sizes[-1] % unit and not training.step_batch_size_schedule):
+        return  # what is wrong with --global-batch-size has a rule of its own
+    of_turns = f" x {turns} of a turn of the interleaved schedule" if turns > 1 else ""
+    rule = (
+        f"each of the ramp's sizes is a whole number of micro-batches everywhere: {micro} x {copies}{of_turns} divides"
+    )
+    listed = ", ".join(str(size) for size in wrong[:5]) + ", ..." * (len(wrong) > 5)
+    on = f"on {counted(copies, 'data-parallel process')} with --micro-batch-size {micro}, sizes {listed}"
+    if training.step_batch_size_schedule:
+        legal = ", ".join(f"{' or '.join(map(str, neighbours(size, unit)))} for {size}" for size in wrong[:5])
+        yield Problem(f"{SCHEDULE} {' '.join(training.step_batch_size_schedule)} {on}", f"{rule} them", legal)
+        return
+    start, increment, samples = training.rampup_batch_size
+    first, step = sizes.sizes[0], sizes.sizes[1] - sizes.sizes[0]
+    fitting = [
+        f"{RAMPUP} {near} {divisor} {samples}"
+        for near in neighbours(first, unit)
+        if near < sizes.sizes[-1]
+        for divisor in near_divisors(sizes.sizes[-1] - near, step, multiple_of=unit)
+    ]
+    given = f"{RAMPUP} {start} {increment} {samples} {on}"
+    yield Problem(given, f"{rule} START and INCREMENT", ", ".join(fitting) or f"leave out {RAMPUP}")
+
+
 def micro_batches_fill_global_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     given = config.training.global_batch_size
     if given is None or world_size % derived.model_parallel_size(config):
@@ -257,23 +313,35 @@ def micro_batches_fill_global_batch(config: RunConfig, world_size: int) -> Itera
 
 def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
     steps, samples = config.training.train_iters, config.training.train_samples
-    if steps is None and samples is None:
+    if steps is None and samples is None and config.training.train_tokens is None:
         yield Problem("neither --train-iters nor --train-samples", "a run has a length", "--train-iters N")
     if steps is not None and samples is not None:
         yield Problem(f"--train-iters {steps} and --train-samples {samples}", "a run has one length", "one of the two")
 
 
 def length_is_a_step(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    samples = config.training.train_samples
-    if samples is None or world_size % derived.model_parallel_size(config):
+    if world_size % derived.model_parallel_size(config):
         return
-    batch = derived.global_batch_size(config, world_size)
-    if samples < batch:
+    batch, length = derived.step_sizes(config, world_size).at(0), config.model.seq_length
+    samples, tokens = config.training.train_samples, config.training.train_tokens
+    if samples is not None and samples < batch:
         yield Problem(
             f"--train-samples {samples}",
             f"a run has at least one step, and a step has {batch} samples",
             f"--train-samples {batch}",
         )
+    if tokens is not None and tokens // length < batch:
+        yield Problem(
+            f"--train-tokens {tokens}, which at --seq-length {length} are {_samples(tokens, length)}",
+            f"a run has at least one step, and a step has {batch} samples",
+            f"--train-tokens {batch * length}",
+        )
+
+
+def _samples(tokens: int, seq_length: int) -> str:
+    """Return tokens in samples, as a message shows them: "146,484,375 samples"."""
+    whole, rest = divmod(tokens, seq_length)
+    return f"{tokens / seq_length:,.2f} samples" if rest else f"{whole:,} samples"
 
 
 # --- optimizer and learning rate -------------------------------------------------------------------------------------
@@ -299,26 +367,117 @@ def lr_is_above_its_end(config: RunConfig, world_size: int) -> Iterator[Problem]
 
 
 def warmup_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    steps, fraction = config.optimizer.lr_warmup_iters, config.optimizer.lr_warmup_fraction
-    if steps and fraction is not None:
-        yield Problem(
-            f"--lr-warmup-iters {steps} and --lr-warmup-fraction {fraction:g}",
-            "warm-up has one length",
-            "one of the two",
-        )
+    names = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
+    return _given_once(config, names, "warm-up has one length")
+
+
+def decay_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    return _given_once(config, ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"), "the decay has one length")
+
+
+def _given_once(config: RunConfig, names: Iterable[str], rule: str) -> Iterator[Problem]:
+    """Yield a problem if more than one of these settings of the optimizer's section is given."""
+    values = {f"--{name.replace('_', '-')}": getattr(config.optimizer, name) for name in names}
+    given = [f"{flag} {value:.12g}" for flag, value in values.items() if value]
+    if len(given) > 1:
+        yield Problem(" and ".join(given), rule, "one of the two" if len(given) == 2 else "one of them")
 
 
 def warmup_ends_before_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    has_length = config.training.train_iters is not None or config.training.train_samples is not None
+    training, optimizer = config.training, config.optimizer
+    has_length = any(
+        length is not None for length in (training.train_iters, training.train_samples, training.train_tokens)
+    )
     if not has_length or world_size % derived.model_parallel_size(config):
         return
-    warmup, decay = config.optimizer.lr_warmup_iters, derived.lr_decay_iters(config, world_size)
-    if warmup and decay and warmup >= decay:
+    lengths = derived.rate_lengths(optimizer, derived.run_length(config, world_size))
+    if optimizer.lr_warmup_fraction is not None or not lengths.warmup or lengths.warmup < lengths.decay:
+        return
+    if lengths.unit == "steps":
+        warmup, decay = optimizer.lr_warmup_iters, int(lengths.decay)
+        if decay:
+            yield Problem(
+                f"--lr-warmup-iters {warmup}",
+                f"warm-up ends before the decay does, at step {decay}",
+                f"--lr-warmup-iters {decay - 1}, --lr-decay-iters {warmup + 1}",
+            )
+        return
+    words = {
+        f"--lr-{part}-{unit} {value}": tokens
+        for part in ("warmup", "decay")
+        for unit, tokens in (("iters", False), ("samples", False), ("tokens", True))
+        if (value := getattr(optimizer, f"lr_{part}_{unit}"))
+    }
+    given = " ".join(words)
+    yield Problem(
+        f"{given}: a warm-up of {lengths.warmup:,.12g} samples in a decay of {lengths.decay:,.12g}"
+        + f", at --seq-length {config.model.seq_length}" * any(words.values()),
+        "warm-up ends before the decay does",
+        f"--lr-warmup-samples {max(math.ceil(lengths.decay) - 1, 0)}, "
+        f"--lr-decay-samples {math.floor(lengths.warmup) + 1}",
+    )
+
+
+def decoupled_lr_is_above_its_ends(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    lr, low = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if lr is None:
+        return
+    flag, end = ("--min-lr", optimizer.min_lr) if low is None else ("--decoupled-min-lr", low)
+    if end > lr:
+        legal = f"--decoupled-min-lr {lr:g}, --decoupled-lr {end:g}"
+        yield Problem(f"--decoupled-lr {lr:g} {flag} {end:g}", "a rate is not below the one that it falls to", legal)
+    start = optimizer.lr_warmup_init
+    if start > lr:
+        legal = f"--lr-warmup-init {lr:g}, --decoupled-lr {start:g}"
+        yield Problem(f"--decoupled-lr {lr:g} --lr-warmup-init {start:g}", "a warm-up does not fall", legal)
+
+
+def wsd_has_a_fall(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    training, optimizer = config.training, config.optimizer
+    if optimizer.lr_decay_style != "WSD":
+        return
+    given = [optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples]
+    if all(given):
         yield Problem(
-            f"--lr-warmup-iters {warmup}",
-            f"warm-up ends before the decay does, at step {decay}",
-            f"--lr-warmup-iters {decay - 1}, --lr-decay-iters {warmup + 1}",
+            f"--lr-wsd-decay-iters {given[0]} and --lr-wsd-decay-samples {given[1]}",
+            "the fall at the end has one length",
+            "one of the two",
         )
+    if not any(given):
+        yield Problem(
+            "--lr-decay-style WSD without --lr-wsd-decay-iters and --lr-wsd-decay-samples",
+            "the fall at the end has a length",
+            "--lr-wsd-decay-iters N",
+        )
+    has_length = (training.train_iters, training.train_samples, training.train_tokens) != (None, None, None)
+    if sum(map(bool, given)) != 1 or not has_length or world_size % derived.model_parallel_size(config):
+        return
+    lengths = derived.rate_lengths(optimizer, derived.run_length(config, world_size))
+    room = lengths.decay - lengths.warmup
+    if 0 < room < lengths.fall:
+        flag = "--lr-wsd-decay-" + ("samples" if lengths.unit == "samples" else "iters")
+        yield Problem(
+            f"--lr-wsd-decay-{'iters' if given[0] else 'samples'} {given[0] or given[1]}",
+            f"the fall begins after the warm-up: the {lengths.decay:,.12g} {lengths.unit} of the decay without the"
+            f" {lengths.warmup:,.12g} of the warm-up",
+            f"{flag} {max(math.floor(room), 1)}",
+        )
+
+
+def weight_decay_has_both_ends(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    style = config.optimizer.weight_decay_incr_style
+    start, end = config.optimizer.start_weight_decay, config.optimizer.end_weight_decay
+    if style == "constant":
+        return
+    for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
+        if value is None:
+            yield Problem(
+                f"--weight-decay-incr-style {style} without {flag}", "weight decay has both ends", f"{flag} X"
+            )
+    if start is not None and end is not None and start > end:
+        given = f"--start-weight-decay {start:g} --end-weight-decay {end:g}"
+        yield Problem(given, "weight decay increases", f"--start-weight-decay {end:g}, --end-weight-decay {start:g}")
 
 
 def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -355,14 +514,20 @@ RULES: tuple[Rule, ...] = (
     ledger_watches_uncompiled_blocks,
     timed_kernels_differ,
     flash3_drops_nothing,
+    batch_sizes_are_read,
     micro_batches_fill_global_batch,
+    micro_batches_fill_every_batch,
     length_is_given_once,
     length_is_a_step,
     optimizer_takes_its_parameters,
     lr_is_above_its_start,
     lr_is_above_its_end,
     warmup_is_given_once,
+    decay_is_given_once,
     warmup_ends_before_decay,
+    decoupled_lr_is_above_its_ends,
+    wsd_has_a_fall,
+    weight_decay_has_both_ends,
     schedule_has_one_source,
     *map(_with_flags, STATE_RULES),
     *pipeline_rules.RULES,

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.host import return_freed_memory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.model.compiled import compile_blocks, is_compiled
-from megazero.model.gpt import GPT
+from megazero.model.gpt import GPT, INPUT_AND_OUTPUT
 from megazero.model.initial_values import initial_value
 from megazero.optim.configured import make_optimizer, saved_kinds
 from megazero.optim.loss_scaler import LossScaler
@@ -48,6 +49,7 @@ from megazero.optim.schedules import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.launch import Launch, job_name
 from megazero.parallel.nodes import Nodes
+from megazero.parallel.param_spec import named_specs
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
 from megazero.report.device_memory import MemoryReport
@@ -213,7 +215,11 @@ def tensor_parallel(
 def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger) -> Engine:
     settings = EngineSettings(
         config.zero,
-        make_optimizer(optimizer_choice(config.optimizer), model),
+        make_optimizer(
+            optimizer_choice(config.optimizer),
+            model,
+            frozenset() if config.optimizer.decoupled_lr is None else INPUT_AND_OUTPUT,
+        ),
         lambda spec, parameter: initial_value(spec, config.training.seed, like=parameter),
         ledger,
         parameter_names=_all_parameters(config, model) if mesh.topology.pp > 1 else (),
@@ -246,14 +252,12 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
 
 def step_context(config: RunConfig, components: RunComponents) -> StepContext:
     """Return the context of every training and evaluation step of the run."""
-    world_size = components.mesh.topology.world_size
     return StepContext(
         engine=components.engine,
         model=components.model,
         mesh=components.mesh,
         dropout=components.random,
         timers=components.timers,
-        num_positions=derived.global_batch_size(config, world_size) * config.model.seq_length,
         clip_grad=config.optimizer.clip_grad,
         checks_overflow=components.engine.plan.may_overflow,
         ledger=components.engine.settings.ledger,
@@ -261,7 +265,19 @@ def step_context(config: RunConfig, components: RunComponents) -> StepContext:
         deferred=components.deferred,
         trace=components.trace,
         attention=components.attention.kernel,
+        decayed=[group for group in components.engine.settings.optimizer.options if group.get("weight_decay")],
+        decoupled=_decoupled_groups(config, components),
     )
+
+
+def _decoupled_groups(config: RunConfig, components: RunComponents) -> list[dict[str, Any]]:
+    """Return the optimizer's param groups with --decoupled-lr; none on pipeline stages without such parameters."""
+    if config.optimizer.decoupled_lr is None:
+        return []
+    optimizer = components.engine.settings.optimizer
+    named = [(spec, parameter) for spec, parameter in named_specs(components.model) if spec.name in INPUT_AND_OUTPUT]
+    groups = {optimizer.group_of(spec, parameter) for spec, parameter in named}
+    return [optimizer.options[group] for group in groups]
 
 
 def open_journal(config: RunConfig, launch: Launch) -> Journal:
@@ -349,8 +365,11 @@ def _assemble_on(
     elif config.training.compile_num_layers > 1:
         console.line(f"--compile-num-layers {config.training.compile_num_layers}: moot here, since nothing is compiled")
     train_iters = derived.train_iters(config, launch.world_size)
+    sizes = derived.step_sizes(config, launch.world_size)
+    if len(sizes.sizes) > 1:
+        console.line(f"global batch size: {sizes}")
     scaler = LossScaler.from_config(config.precision)
-    schedule = LearningRate.from_config(config.optimizer, train_iters=train_iters)
+    schedule = LearningRate.from_config(config.optimizer, derived.run_length(config, launch.world_size))
     resumed = _resume(config, components, schedule, scaler, console)
     resumed.learning_rate.check_momentum(train_iters)
     for line in resumed.learning_rate.notices(components.engine.settings.optimizer.options):
@@ -365,7 +384,11 @@ def _assemble_on(
         scaler=scaler,
         learning_rate=resumed.learning_rate,
         loader=BatchLoader(
-            inputs.train, layout, start_sample=resumed.state.consumed_samples, prefetch=config.data.num_workers
+            inputs.train,
+            layout,
+            start_sample=resumed.state.consumed_samples,
+            prefetch=config.data.num_workers,
+            sizes=sizes,
         ),
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
@@ -479,15 +502,9 @@ def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict
 
 
 def _last_iteration(config: RunConfig, state: TrainState, world_size: int) -> int:
-    """Return the iteration at which the run ends.
-
-    A length in samples subtracts those consumed so far, because earlier steps may have had another batch size.
-    """
-    samples = config.training.train_samples
-    if samples is None:
-        return derived.train_iters(config, world_size)
-    left = max(samples - state.consumed_samples, 0)
-    return state.iteration + left // derived.global_batch_size(config, world_size)
+    """Return the iteration at which the run ends, from the progress that it continues from."""
+    progress = {"iteration": state.iteration, "consumed_samples": state.consumed_samples}
+    return derived.last_iteration(config, world_size, **progress)
 
 
 def _timetable(config: RunConfig, train_iters: int) -> Timetable:
@@ -603,10 +620,13 @@ def _reporting(
     flops = flops_per_token(config.model, vocab_size=inputs.vocab_size)
     logging = replace(config.logging, tensorboard_dir=derived.tensorboard_dir(config))
     texts = {"configuration": to_yaml(config).splitlines(), "layout": layout}
+    sizes, last = derived.step_sizes(config, world_size), _last_iteration(config, state, world_size)
+    end = sizes.samples_after(max(last - state.iteration, 0), consumed=state.consumed_samples)
     writers = open_writers(
         logging,
         console=console,
-        train_iters=_last_iteration(config, state, world_size),
+        train_iters=last,
+        train_samples=end if len(sizes.sizes) > 1 else None,
         world_size=world_size,
         resumed_iteration=state.iteration,
         texts={title: as_markdown(lines) for title, lines in texts.items()},
@@ -634,7 +654,6 @@ def _reporting(
         console=console,
         writers=writers,
         rates=Rates(flops, world_size, peak_tflops(name, precision=config.precision.precision)),
-        global_batch_size=derived.global_batch_size(config, world_size),
         tokens_per_sample=config.model.seq_length,
         gathers_ranks=gathers_ranks,
         memory=memory,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -60,10 +60,11 @@ class DropoutSource(Protocol):
 class StepContext:
     """The components and figures that stay the same from step to step.
 
-    num_positions: token positions of a global batch.  clip_grad: largest gradient norm, 0 for none.
+    clip_grad: largest gradient norm, 0 for none.
     checks_overflow: True if a gradient that is not finite skips the step (fp16).  plan: this rank's pipeline stage.
     deferred: the store for weight gradients that the schedule computes later, None if it does not.
     attention: the kernel that attention prefers (`attention_kernel.py`), None for torch's own choice.
+    decayed, decoupled: the optimizer's param groups that have a weight decay, and a learning rate of their own.
     """
 
     engine: Engine
@@ -71,7 +72,6 @@ class StepContext:
     mesh: Mesh
     dropout: DropoutSource
     timers: Timers
-    num_positions: int
     clip_grad: float
     checks_overflow: bool
     ledger: AnyLedger = field(default_factory=NullLedger)
@@ -79,3 +79,5 @@ class StepContext:
     deferred: DeferredGradients | None = None
     trace: AnyTrace = NO_TRACE
     attention: str | None = None
+    decayed: Sequence[dict[str, Any]] = ()
+    decoupled: Sequence[dict[str, Any]] = ()

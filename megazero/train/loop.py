@@ -62,7 +62,6 @@ class Reporting:
     console: Console
     writers: Sequence[MetricsWriter]
     rates: Rates
-    global_batch_size: int
     tokens_per_sample: int
     gathers_ranks: bool
     memory: MemoryReport
@@ -199,7 +198,9 @@ class _Loop:
         with timers.measure("batch-generator"):
             batch = next(loader)
         waited = loader.waited_seconds - waited_before
-        lr = self._run.learning_rate.at(self._state.optimizer_steps)
+        rates = self._run.learning_rate
+        progress = rates.progress(self._state.optimizer_steps, self._state.update_samples)
+        lr = rates.at(progress)
         scale = self._state.loss_scale.scale
         meter.reset()
         self._run.reporting.ledger.begin_step()
@@ -208,8 +209,9 @@ class _Loop:
         self._run.reporting.pipeline.begin_step(
             next_iteration, is_last=next_iteration == self._run.timetable.train_iters
         )
-        momentum = self._run.learning_rate.momentum(self._state.optimizer_steps)
-        controls = StepControls(lr, scale, self._wants_to_stop(), momentum)
+        momentum, weight_decay = rates.momentum(progress), rates.weight_decay_at(progress)
+        decoupled_lr = rates.decoupled_at(progress)
+        controls = StepControls(lr, scale, self._wants_to_stop(), momentum, weight_decay, decoupled_lr)
         report = training_step(self._context, batch, controls)
         before = replace(self._state)
         skipped = bool(report.skipped.item()) if self._context.checks_overflow else False
@@ -265,7 +267,7 @@ class _Loop:
 
     def _metrics(self, pending: _PendingStep, loss: float, norm: float, overflow_parameter: str) -> StepMetrics:
         rates = self._run.reporting.rates
-        batch = self._run.reporting.global_batch_size
+        batch = pending.consumed_samples - pending.before.consumed_samples
         num_tokens = batch * self._run.reporting.tokens_per_sample
         seconds = pending.seconds
         return StepMetrics(

@@ -21,14 +21,16 @@ def outline_sizes(config: RunConfig, world_size: int) -> Iterator[str]:
         f" ZeRO stage {config.zero.zero_stage}; {precision}"
     )
     micro, count = config.training.micro_batch_size, derived.num_micro_batches(config, world_size)
-    samples, length = derived.global_batch_size(config, world_size), config.model.seq_length
+    run = derived.run_length(config, world_size)
+    samples, length = run.sizes.largest, config.model.seq_length
     yield (
         f"a step: {counted(samples, 'sample')} = {micro} x {counted(count, 'micro-batch')} x {copies} data-parallel;"
         f" {samples * length:,} tokens"
     )
-    steps = derived.train_iters(config, world_size)
-    tokens = format_count(steps * samples * length)
-    yield f"length: {counted(steps, 'step')}, {steps * samples:,} samples, {tokens} tokens"
+    if len(run.sizes.sizes) > 1:
+        yield f"global batch size: {run.sizes}"
+    samples = run.sizes.samples_after(run.steps)
+    yield f"length: {counted(run.steps, 'step')}, {samples:,} samples, {format_count(samples * length)} tokens"
 
 
 def outline(config: RunConfig, world_size: int, inputs: RunInputs) -> Iterator[str]:
@@ -49,8 +51,8 @@ def outline(config: RunConfig, world_size: int, inputs: RunInputs) -> Iterator[s
     data = config.data
     paths = "made-up tokens" if data.mock_data else " ".join(data.data_path or data.train_data_path)
     if isinstance(inputs.train, SampleSource):
-        samples = derived.train_iters(config, world_size) * derived.global_batch_size(config, world_size)
-        passes = samples / inputs.train.samples_per_epoch
+        run = derived.run_length(config, world_size)
+        passes = run.sizes.samples_after(run.steps) / inputs.train.samples_per_epoch
         paths += f", {inputs.train.num_tokens:,} tokens for training, read {passes:.3g} times"
     yield f"data: {paths}"
     source = find_start(config.checkpoint).source

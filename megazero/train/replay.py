@@ -86,7 +86,7 @@ def find_cause(context: StepContext, step: BadStep) -> Cause:
     replayed = replace(context, trace=_ActionsOfWatch(watch, context))
     micro_batches = step.batch.micro_batches
     actions = context.plan.step(len(micro_batches))
-    multiplier = step.loss_scale / context.num_positions
+    multiplier = step.loss_scale / (step.batch.num_positions * mesh.topology.dp)
     try:
         with _uncompiled():
             engine.begin_step()

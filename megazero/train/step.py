@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.data.loader import StepBatch
-from megazero.optim.schedules import write_momentum
+from megazero.optim.schedules import write_momentum, write_rate, write_weight_decay
 from megazero.pipeline.runtime import execute
 from megazero.train.attention_kernel import prefer_kernel
 from megazero.train.context import StepContext
@@ -23,12 +23,16 @@ class StepControls(NamedTuple):
     """The host's decisions for one step.
 
     stop: True if this rank requests to end the run after it.  momentum: the optimizer's first beta; None: its own.
+    weight_decay: that of the parameters which decay; None: the optimizer's own.
+    decoupled_lr: the rate of parameters which have one of their own; None: there are none.
     """
 
     lr: float
     loss_scale: float
     stop: bool = False
     momentum: float | None = None
+    weight_decay: float | None = None
+    decoupled_lr: float | None = None
 
 
 class StepReport(NamedTuple):
@@ -51,7 +55,8 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     engine = context.engine
     engine.begin_step()
     actions = context.plan.step(len(batch.micro_batches))
-    passes = StagePasses(context, batch.micro_batches, actions, multiplier=controls.loss_scale / context.num_positions)
+    num_positions = batch.num_positions * context.mesh.topology.dp
+    passes = StagePasses(context, batch.micro_batches, actions, multiplier=controls.loss_scale / num_positions)
     with context.timers.measure("forward-backward"), prefer_kernel(context.attention):
         execute(actions, passes)
         passes.finish()
@@ -63,9 +68,12 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     num_tokens = num_tokens.clamp(min=1.0)
 
     write_momentum(engine.settings.optimizer.options, controls.momentum)
-    scale = engine.predivisor * context.num_positions / num_tokens / controls.loss_scale
-    update = update_parameters(
-        engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=controls.lr
-    )
+    write_weight_decay(context.decayed, controls.weight_decay)
+    if controls.decoupled_lr is not None:
+        write_rate(engine.settings.optimizer.options, controls.lr)
+        write_rate(context.decoupled, controls.decoupled_lr)
+    scale = engine.predivisor * num_positions / num_tokens / controls.loss_scale
+    lr = controls.lr if controls.decoupled_lr is None else None
+    update = update_parameters(engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=lr)
     skipped = torch.zeros_like(stop) if update.skipped is None else update.skipped
     return StepReport(loss_sum / num_tokens, update.grad_norm, stop, skipped, reduced.first_overflow.to(stop.dtype))

@@ -112,7 +112,8 @@ class _RunSide:
     ) -> None:
         core = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size)
         self._parts = step_context(config, core)
-        self._loader = BatchLoader(inputs.train, batch_layout(config, mesh, inputs.eod), prefetch=0)
+        sizes = derived.step_sizes(config, mesh.topology.world_size)
+        self._loader = BatchLoader(inputs.train, batch_layout(config, mesh, inputs.eod), prefetch=0, sizes=sizes)
         self._rate, self._norm = rate, 0.0
         self._engine = core.engine
         self._specs = {spec.name: spec for spec, _ in named_specs(core.model)}
@@ -123,10 +124,11 @@ class _RunSide:
         return [(spec.name, spec.full_shape, "tp" in spec.sharded_axes) for spec in self._specs.values()]
 
     def train(self, number: int) -> float:
-        lr = self._rate.at(number - 1)
-        report = training_step(
-            self._parts, next(self._loader), StepControls(lr, 1.0, momentum=self._rate.momentum(number - 1))
-        )
+        progress = self._rate.progress(number - 1, self._loader.consumed_samples)
+        momentum, weight_decay = self._rate.momentum(progress), self._rate.weight_decay_at(progress)
+        decoupled_lr = self._rate.decoupled_at(progress)
+        controls = StepControls(self._rate.at(progress), 1.0, False, momentum, weight_decay, decoupled_lr)
+        report = training_step(self._parts, next(self._loader), controls)
         self._norm = report.grad_norm.item()
         return report.loss.item()
 
@@ -145,7 +147,7 @@ def _run_sides(
     config: RunConfig, mesh: Mesh, buffers: FusedBuffers, inputs: RunInputs, print_line: PrintLine
 ) -> tuple[_RunSide, _RunSide | None]:
     """Build the layout, and on rank 0 the plain run too; config: the layout's in float64."""
-    rate = LearningRate.from_config(config.optimizer, train_iters=derived.train_iters(config, mesh.topology.world_size))
+    rate = LearningRate.from_config(config.optimizer, derived.run_length(config, mesh.topology.world_size))
     here = _RunSide(config, mesh, buffers, inputs, rate)
     if here.attention:
         print_line(here.attention)

@@ -11,7 +11,7 @@ from megazero.optim.loss_scaler import LossScale
 
 
 def state() -> TrainState:
-    return TrainState(LossScale(2.0**16, good_steps=7, hysteresis_left=1), 12, 96, 10)
+    return TrainState(LossScale(2.0**16, good_steps=7, hysteresis_left=1), 12, 96, 10, 80)
 
 
 def test_steps_are_counted() -> None:
@@ -19,6 +19,7 @@ def test_steps_are_counted() -> None:
     for skipped in (False, True, False):
         counted.advance(num_samples=8, skipped=skipped)
     assert (counted.iteration, counted.consumed_samples, counted.optimizer_steps) == (3, 24, 2)
+    assert counted.update_samples == 16
 
 
 def test_what_is_saved() -> None:
@@ -26,6 +27,7 @@ def test_what_is_saved() -> None:
         "iteration": 12,
         "consumed_samples": 96,
         "optimizer_steps": 10,
+        "update_samples": 80,
         "loss_scale": {"scale": 65536.0, "good_steps": 7, "hysteresis_left": 1, "skips_at_minimum": 0},
     }
 
@@ -57,12 +59,19 @@ def test_the_way_through_json() -> None:
         {"consumed_samples": 11},
         {"optimizer_steps": 2**61},
         {"optimizer_steps": 13},
+        {"update_samples": 97},
     ],
     ids=str,
 )
 def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(DamageError, match=r"checkpoint's (progress|loss scale)"):
         TrainState.from_json(state().to_json() | change, step=12)
+
+
+def test_an_earlier_checkpoint_counts_as_one_of_equal_steps() -> None:
+    saved = state().to_json()
+    del saved["update_samples"]
+    assert TrainState.from_json(saved, step=12) == state()
 
 
 @pytest.mark.parametrize("name", ["iteration", "consumed_samples", "optimizer_steps", "loss_scale"])

@@ -276,7 +276,6 @@ def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
         ),
         ("--zero-config c4", "--zero-config c4", "no zero-config"),
         ("--normalization RMSNorm", "--normalization RMSNorm", "layer norms"),
-        ("--rampup-batch-size 32 32 1000", "--rampup-batch-size 32 32 1000", "--global-batch-size"),
         ("--fp16 --bf16", "--fp16 and --bf16", "different values"),
         ("--precision fp32 --fp16", "--precision fp32 and --fp16", "different values"),
         ("--batch-size 2", "--micro-batch-size 4 and --batch-size 2", "different values"),

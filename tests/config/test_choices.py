@@ -104,9 +104,16 @@ def test_a_choice_makes_a_schedule(name: str) -> None:
     warmup = {"lr_warmup_iters": 1000} if "lr_warmup_iters" in SCHEDULES[name] else {}
     cycle = {"cycle_min_lr": 0.0, "cycle_max_lr": 0.001, "cycle_first_step_size": 1000} if name == "OneCycle" else {}
     test = {"lr_range_test_min_lr": 0.0005, "lr_range_test_step_size": 1000} if name == "LRRangeTest" else {}
-    choice, findings = scheduler(name, **length, **warmup, **cycle, **test)
+    fall = {"lr_wsd_decay_iters": 1000} if name == "WSD" else {}
+    choice, findings = scheduler(name, **length, **warmup, **cycle, **test, **fall)
     assert findings == Diagnostics() and choice is not None
     assert rate_of(choice, 1000, 0.001) == pytest.approx(0.001)
+
+
+def test_a_fall_that_begins_before_the_warm_up_ends_is_refused() -> None:
+    _, findings = scheduler("WSD", lr_decay_iters=10, lr_warmup_iters=4, lr_wsd_decay_iters=7)
+    (problem,) = findings.problems
+    assert problem.legal == "lr_wsd_decay_iters: 6" and "lr_wsd_decay_iters: 7" in problem.given
 
 
 def test_an_automatic_peak_is_the_optimizers_rate() -> None:

@@ -49,3 +49,18 @@ def test_length_in_steps() -> None:
 def test_schedule_in_steps() -> None:
     assert derived.lr_decay_iters(make_run(train_iters=50), 1) == 50
     assert derived.lr_decay_iters(make_run(train_iters=50, lr_decay_iters=40), 1) == 40
+
+
+def test_the_length_is_whatever_comes_first() -> None:
+    """25 samples are 6 steps of 4; tokens are whole samples of 16; a ramp's smaller steps take more of them."""
+    given = {"global_batch_size": 4, "train_iters": None}
+    assert derived.train_iters(make_run(**given, train_tokens=25 * 16 + 15), 2) == 6
+    assert derived.train_iters(make_run(**given, train_tokens=25 * 16, train_samples=13), 2) == 3
+    assert derived.train_iters(make_run(global_batch_size=4, train_iters=5, train_tokens=25 * 16), 2) == 5
+    ramp = make_run(**given, train_samples=25, rampup_batch_size=["2", "2", "6"])
+    assert derived.train_iters(ramp, 2) == 7  # 2, 2, 2, 4, 4, 4, 4, and 3 are left
+    assert derived.last_iteration(ramp, 2, iteration=9, consumed_samples=4) == 14
+    assert derived.global_batch_size(ramp, 2) == 4 and derived.num_micro_batches(ramp, 1) == 2
+    stepped = make_run(train_samples=25, train_iters=None, step_batch_size_schedule=["0:4 8K:2"])
+    assert (derived.global_batch_size(stepped, 1), derived.num_micro_batches(stepped, 1)) == (2, 2)
+    assert derived.lr_decay_iters(make_run(lr_decay_samples=9, global_batch_size=4), 1) == 3

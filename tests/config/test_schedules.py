@@ -36,7 +36,9 @@ def test_schedules_have_their_documented_parameters() -> None:
     settings = {info.name: info.default for info in describe("optimizer", OptimizerConfig)}
     rise = {name: settings[name] for name in ("lr_warmup_iters", "lr_warmup_init", "lr_warmup_type")}
     fall = {name: settings[name] for name in ("lr_decay_iters", "min_lr")}
-    documented |= {"constant": rise, "linear": rise | fall, "cosine": rise | fall}
+    documented |= dict.fromkeys(("linear", "cosine", "inverse-square-root"), rise | fall) | {"constant": rise}
+    last = {name: settings[name] for name in ("lr_wsd_decay_iters", "lr_wsd_decay_style")}
+    documented["WSD"] = rise | fall | last
     assert {name: {key: i.default for key, i in table.items()} for name, table in SCHEDULES.items()} == documented
     required = {name for name, info in SCHEDULES["OneCycle"].items() if info.required}
     assert required == {"cycle_min_lr", "cycle_max_lr"}

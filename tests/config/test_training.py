@@ -3,7 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
+from megazero.command_line.parse import parse
+from megazero.config import derived
 from megazero.config.run import TrainingConfig
+from megazero.config.values import as_quantity
+from megazero.errors import ConfigError
 
 
 def test_defaults_are_megatrons() -> None:
@@ -42,3 +46,29 @@ def test_compile_is_a_choice_of_four(choice: str) -> None:
 def test_anything_else_is_no_choice(choice: object) -> None:
     with pytest.raises(ValidationError, match="compile"):
         TrainingConfig(micro_batch_size=4, compile=choice)
+
+
+def test_lengths_and_ramps_of_published_scripts() -> None:
+    words = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 2048 --vocab-size 100 --mock-data
+    --micro-batch-size 2 --global-batch-size 512 --lr 6e-5 --rampup-batch-size 32 32 2_000_000
+    --train-samples 220_000_000 --train-tokens 300B --lr-decay-style cosine --lr-decay-tokens 260000000000
+    --lr-warmup-samples 216_320 --weight-decay 0.1 --override-opt_param-scheduler
+    --start-weight-decay 0.04 --end-weight-decay 0.4 --weight-decay-incr-style cosine"""
+    parsed = parse(words.split(), world_size=8)
+    assert [notice.split(":")[0] for notice in parsed.notices] == [
+        "--weight-decay 0.1",
+        "--override-opt-param-scheduler",
+    ]
+    run = derived.run_length(parsed.config, 8)
+    assert (run.samples, run.sizes.sizes[:2], len(run.sizes.sizes)) == (300 * 10**9 // 2048, (32, 64), 16)
+    lengths = derived.rate_lengths(parsed.config.optimizer, run)
+    assert (lengths.unit, lengths.warmup, lengths.decay) == ("samples", 216_320, 260 * 10**9 / 2048)
+
+
+@pytest.mark.parametrize(
+    "words", ["--num-layers 12K", "--train-tokens 1.5", "--train-tokens 1X", "--train-tokens 0.0001K"]
+)
+def test_suffixes_are_for_whole_samples_and_tokens(words: str) -> None:
+    with pytest.raises(ConfigError, match=r"is a whole number"):
+        parse(words.split())
+    assert (as_quantity("2.5k"), as_quantity("1T"), as_quantity(7)) == (2500, 10**12, 7)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.token_files import count_up, write_corpus
 
+from megazero.config.step_sizes import StepSizes
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.loader import BatchLayout, BatchLoader, build_step_batch
 from megazero.data.samples import SampleSource
@@ -252,3 +253,25 @@ def test_reading_a_real_corpus(tmp_path: Path) -> None:
                 for piece in next(loader).micro_batches:
                     seen += piece.tokens.flatten().tolist()
     assert sorted(seen) == sorted([*range(96), *range(96)])
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_steps_of_growing_sizes_take_the_same_samples_in_the_same_order(prefetch: int) -> None:
+    """A loader that goes on from any step, in another layout, returns the rest of the steps of the first one."""
+    sizes, steps = StepSizes((0, 7, 20), (4, 8, 12)), []
+    with BatchLoader(Counting(), BatchLayout(12, 2), prefetch=prefetch, sizes=sizes) as loader:
+        for _ in range(6):
+            steps.append((loader.consumed_samples, next(loader)))
+    assert [first for first, _ in steps] == [0, 4, 8, 16, 24, 36]
+    assert [len(batch.micro_batches) for _, batch in steps] == [2, 2, 4, 4, 6, 6]
+    for start, (first, _) in enumerate(steps):
+        layouts = [BatchLayout(12, 1, rank, 4) for rank in range(4)]
+        for layout in layouts:
+            with BatchLoader(Counting(), layout, start_sample=first, prefetch=prefetch, sizes=sizes) as loader:
+                rests = [next(loader) for _ in steps[start:]]
+            expected = [
+                whole[layout.data_rank :: 4]
+                for _, batch in steps[start:]
+                for whole in [[row for piece in batch.micro_batches for row in piece.tokens[:, 0].tolist()]]
+            ]
+            assert [[piece.tokens[0, 0].item() for piece in rest.micro_batches] for rest in rests] == expected

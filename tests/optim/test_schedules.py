@@ -14,7 +14,9 @@ from torch import nn
 
 from megazero.config.choices import SchedulerChoice
 from megazero.config.engine_sections import OptimizerConfig
-from megazero.config.schedules import SCHEDULES
+from megazero.config.lengths import RunLength
+from megazero.config.schedules import SCHEDULES, WSD_STYLES
+from megazero.config.step_sizes import StepSizes
 from megazero.errors import CheckpointError, ConfigError
 from megazero.optim.schedules import MOMENTA, RATES, LearningRate, momentum_of, rate_of, reconcile
 
@@ -38,6 +40,7 @@ def test_every_schedule_takes_the_parameters_of_its_table() -> None:
     for kind, table in SCHEDULES.items():
         params = {name: 9 if info.required else info.default for name, info in table.items()}
         params |= {"lr_warmup_iters": 5} if "lr_warmup_iters" in table else {}
+        params |= {"lr_wsd_decay_iters": 3} if "lr_wsd_decay_iters" in table else {}
         params |= {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5} if "cycle_min_lr" in table else {}
         assert all(RATES[kind](updates, BASE, **params) <= BASE for updates in range(12))
         for name in table:
@@ -294,13 +297,33 @@ def test_tables_of_a_runs_schedules(name: str) -> None:
     assert [rate.at(step) for step in range(len(expected))] == pytest.approx(expected, abs=1e-15)
 
 
-def megatron(samples: int, *, peak: float, minimum: float, style: str, warmup: float, decay: int) -> float:
-    """Return Megatron-LM's rate after `samples` samples; `warmup` and `decay` are in samples too."""
+def megatron(
+    samples: int,
+    *,
+    peak: float,
+    minimum: float,
+    style: str,
+    warmup: float,
+    decay: float,
+    fall: float = 1,
+    how: str = "",
+) -> float:
+    """Return Megatron-LM's rate after `samples` samples; `warmup`, `decay` and `fall` are in samples too."""
     if warmup > 0 and samples <= warmup:
         return peak / warmup * samples
     if style == "constant":
         return peak
-    progress = min(1.0, (samples - warmup) / (decay - warmup))
+    if samples > decay:
+        return minimum
+    if style == "inverse-square-root":
+        return max(minimum, peak * max(warmup, 1) ** 0.5 / max(samples, 1) ** 0.5)
+    progress = (samples - warmup) / (decay - warmup)
+    if style == "WSD":
+        style, progress = how, max(samples - (decay - fall), 0) / fall
+    if style == "minus_sqrt":
+        return minimum + (peak - minimum) * (1 - progress**0.5)
+    if style == "exponential":
+        return minimum + (peak - minimum) * (2 ** (1 - progress) - 1)
     if style == "linear":
         return peak * (1 - progress) + minimum * progress
     return minimum + (peak - minimum) * math.cos(math.pi * progress / 2) ** 2
@@ -340,9 +363,112 @@ def test_rises_then_falls_within_limits(style: str, decay: int, warmup: float, m
 
 def test_from_config() -> None:
     whole_run = OptimizerConfig(lr=3e-4, min_lr=3e-5, lr_decay_style="cosine", lr_warmup_iters=10)
-    assert LearningRate.from_config(whole_run, train_iters=100) == LearningRate(3e-4, 3e-5, "cosine", 10, 100)
+    assert LearningRate.from_config(whole_run, RunLength(100)) == LearningRate(3e-4, 3e-5, "cosine", 10, 100)
     own_decay = OptimizerConfig(lr=3e-4, lr_decay_iters=50, lr_warmup_fraction=0.05)
-    assert LearningRate.from_config(own_decay, train_iters=100) == LearningRate(3e-4, 0.0, "linear", 2.5, 50)
+    assert LearningRate.from_config(own_decay, RunLength(100)) == LearningRate(3e-4, 0.0, "linear", 2.5, 50)
+
+
+TOKENS = 16  # of a sample
+RAMP = StepSizes((0, 10, 40), (2, 4, 6))
+
+
+@pytest.mark.parametrize("sizes", [RAMP, StepSizes.constant(4)], ids=["ramp", "constant"])
+@pytest.mark.parametrize(
+    "style", ["linear", "cosine", "constant", "inverse-square-root", *(f"WSD {how}" for how in WSD_STYLES)]
+)
+@pytest.mark.parametrize(
+    ("settings", "warmup", "decay"),
+    [
+        ({}, 0, 120),
+        ({"lr_decay_samples": 100, "lr_warmup_samples": 13}, 13, 100),
+        ({"lr_decay_tokens": 90 * TOKENS + 7, "lr_warmup_tokens": 100}, 100 / TOKENS, 90 + 7 / TOKENS),
+        ({"lr_decay_samples": 100, "lr_warmup_fraction": 0.125}, 12.5, 100),
+        ({"lr_decay_tokens": 90 * TOKENS, "lr_warmup_iters": 3}, None, 90),
+        ({"lr_warmup_samples": 9}, 9, 120),
+    ],
+    ids=str,
+)
+def test_lengths_in_samples_and_tokens(
+    settings: dict[str, Any], warmup: float | None, decay: float, style: str, sizes: StepSizes
+) -> None:
+    """Every step's rate is that of Megatron-LM after the samples before it; the run's 120 samples are the default."""
+    style, _, how = style.partition(" ")
+    settings = {**settings, "lr_decay_style": style}
+    settings |= {"lr_wsd_decay_samples": 33, "lr_wsd_decay_style": how} if how else {}
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, **settings)
+    run = RunLength(sizes.steps_until(120), sizes, 120, TOKENS)
+    rate, consumed = LearningRate.from_config(config, run), 0
+    length = sizes.samples_after(3) if warmup is None else warmup
+    for step in range(40):
+        lengths = {"warmup": length, "decay": decay, "fall": 33.0}
+        expected = megatron(consumed, peak=1.0, minimum=0.1, style=style, how=how, **lengths)
+        assert rate.at(rate.progress(step, consumed)) == pytest.approx(expected, rel=1e-12)
+        consumed += sizes.at(consumed)
+
+
+@pytest.mark.parametrize("sizes", [RAMP, StepSizes.constant(4)], ids=["ramp", "constant"])
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_weight_decay_that_increases(style: str, sizes: StepSizes) -> None:
+    """It is Megatron-LM's after the same samples, over the length of the run, also where that is given in steps."""
+    config = OptimizerConfig(
+        lr=1.0, weight_decay_incr_style=style, start_weight_decay=0.1, end_weight_decay=0.5, lr_decay_iters=9
+    )
+    run = RunLength(20, sizes)
+    rate, consumed = LearningRate.from_config(config, run), 0
+    for step in range(30):
+        done = min(consumed / sizes.samples_after(20), 1)
+        part = done if style == "linear" else 0.5 * (math.cos(math.pi * (1 - done)) + 1)
+        assert rate.weight_decay_at(rate.progress(step, consumed)) == pytest.approx(0.1 + 0.4 * part, rel=1e-12)
+        consumed += sizes.at(consumed)
+    assert reconcile(rate, rate.to_json(), config) == rate
+    other = LearningRate.from_config(replace(config, end_weight_decay=0.6), run)
+    with pytest.raises(CheckpointError, match="weight decay"):
+        reconcile(other, rate.to_json(), config)
+    constant = LearningRate.from_config(OptimizerConfig(lr=1.0), run)
+    assert constant.weight_decay_at(5) is None
+    there = replace(config, use_checkpoint_opt_param_scheduler=True)
+    assert reconcile(rate, other.to_json(), there) == other
+    with pytest.raises(CheckpointError, match="--weight-decay-incr-style constant; the checkpoint"):
+        reconcile(constant, rate.to_json(), there)
+
+
+def test_a_decoupled_rate_has_the_same_shape_between_ends_of_its_own() -> None:
+    settings = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "lr_decay_iters": 9}
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, decoupled_lr=0.5, decoupled_min_lr=0.2, **settings)
+    rate = LearningRate.from_config(config, RunLength(9))
+    alone = LearningRate.from_config(OptimizerConfig(lr=0.5, min_lr=0.2, **settings), RunLength(9))
+    plain = LearningRate.from_config(OptimizerConfig(lr=1.0, min_lr=0.1, **settings), RunLength(9))
+    assert [rate.decoupled_at(step) for step in range(12)] == [alone.at(step) for step in range(12)]
+    assert [rate.at(step) for step in range(12)] == [plain.at(step) for step in range(12)]
+    assert alone.decoupled_at(3) is None and reconcile(rate, rate.to_json(), config) == rate
+    with pytest.raises(CheckpointError, match="--decoupled-lr"):
+        reconcile(rate, plain.to_json(), config)
+    with pytest.raises(CheckpointError, match="in place of another one"):
+        reconcile(rate, plain.to_json(), replace(config, use_checkpoint_opt_param_scheduler=True))
+    same = LearningRate.from_config(replace(config, decoupled_min_lr=None), RunLength(9))
+    assert same.decoupled_at(9) == pytest.approx(0.1)
+
+
+def test_a_fall_in_steps_is_the_last_ones_of_a_ramp() -> None:
+    config = OptimizerConfig(lr=1.0, lr_decay_style="WSD", lr_wsd_decay_iters=3, lr_wsd_decay_style="linear")
+    for sizes in (RAMP, StepSizes.constant(4)):
+        rate, steps = LearningRate.from_config(config, RunLength(12, sizes)), range(13)
+        found = [rate.at(rate.progress(step, sizes.samples_after(step))) for step in steps]
+        assert found == pytest.approx([1.0] * 10 + [2 / 3, 1 / 3, 0.0])
+    with pytest.raises(ConfigError, match="a fall of 5 steps in a decay of 4"):
+        schedule(style="WSD", fall_steps=5)
+
+
+def test_a_schedule_in_samples_is_the_same_for_every_batch_size() -> None:
+    """A run that is given in samples may be resumed with another global batch; one in steps has the same steps."""
+    config = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.1)
+    small, large = (RunLength(120 // size, StepSizes.constant(size), 120) for size in (2, 4))
+    before = LearningRate.from_config(config, small)
+    assert reconcile(LearningRate.from_config(config, large), before.to_json(), config) == before
+    steps = replace(config, lr_decay_iters=20)
+    assert LearningRate.from_config(steps, small) == LearningRate.from_config(steps, large)
+    with pytest.raises(CheckpointError, match=r"--lr-decay-samples .* 100; the checkpoint was saved with 120"):
+        reconcile(LearningRate.from_config(replace(config, lr_decay_samples=100), small), before.to_json(), config)
 
 
 def test_sweeps_of_a_run() -> None:
@@ -350,16 +476,16 @@ def test_sweeps_of_a_run() -> None:
     settings = OptimizerConfig(
         lr=1.0, min_lr=0.2, lr_decay_style="OneCycle", lr_decay_params=("cycle_first_step_size=4",)
     )
-    run = LearningRate.from_config(settings, train_iters=3)
+    run = LearningRate.from_config(settings, RunLength(3))
     assert [run.at(step) for step in (0, 1, 4, 7, 8, 9)] == pytest.approx([0.2, 0.4, 1.0, 0.4, 0.2, 0.2])
     assert run.momentum(4) == pytest.approx(0.8) and reconcile(run, run.to_json(), settings) == run
-    longer = LearningRate.from_config(settings, train_iters=7)
+    longer = LearningRate.from_config(settings, RunLength(7))
     assert reconcile(longer, run.to_json(), settings) == longer
-    other = LearningRate.from_config(replace(settings, lr_decay_params=("cycle_first_step_size=5",)), train_iters=3)
+    other = LearningRate.from_config(replace(settings, lr_decay_params=("cycle_first_step_size=5",)), RunLength(3))
     with pytest.raises(CheckpointError, match="--lr-decay-params"):
         reconcile(other, run.to_json(), settings)
     rising = OptimizerConfig(lr=0.1, lr_decay_style="LRRangeTest", lr_decay_params=("lr_range_test_step_size=2",))
-    found = LearningRate.from_config(rising, train_iters=9)
+    found = LearningRate.from_config(rising, RunLength(9))
     assert (found.at(0), found.at(4)) == pytest.approx((0.1, 0.3)) and found.momentum(4) is None
 
 
@@ -375,7 +501,7 @@ def test_sweeps_of_a_run() -> None:
 def test_wrong_parameters_of_a_sweep(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LearningRate.from_config(
-            OptimizerConfig(lr=1.0, lr_decay_style="OneCycle", lr_decay_params=words), train_iters=3
+            OptimizerConfig(lr=1.0, lr_decay_style="OneCycle", lr_decay_params=words), RunLength(3)
         )
 
 
@@ -425,16 +551,18 @@ def test_a_checkpoint_without_the_warm_ups_start_and_shape_had_the_plain_one() -
 
 
 @given(
-    style=st.sampled_from(["linear", "cosine", "constant"]),
+    style=st.sampled_from(["linear", "cosine", "constant", "inverse-square-root", "WSD"]),
     shape=st.sampled_from(["linear", "log"]),
     warmup=st.integers(0, 20),
     more=st.integers(1, 40),
     low=st.floats(0, BASE),
 )
 def test_the_library_has_a_runs_schedules_by_name(style: str, shape: str, warmup: int, more: int, low: float) -> None:
-    run = LearningRate(BASE, low / 2, style, warmup, warmup + more, low, shape)
+    fall = {"fall_steps": more} if style == "WSD" else {}
+    run = LearningRate(BASE, low / 2, style, warmup, warmup + more, low, shape, **fall)
     params = {"lr_warmup_iters": warmup, "lr_warmup_init": low, "lr_warmup_type": shape}
     params |= {} if style == "constant" else {"lr_decay_iters": warmup + more, "min_lr": low / 2}
+    params |= {"lr_wsd_decay_iters": more} if style == "WSD" else {}
     assert rates(style, 70, **params) == [run.at(step) for step in range(70)]
 
 

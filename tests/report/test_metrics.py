@@ -99,6 +99,8 @@ def test_interval_rates_are_total_work_over_total_time() -> None:
     assert interval.mfu == pytest.approx(0.3)
     assert interval.eta_seconds(12) == 20.0
     assert interval.eta_seconds(1) == 0.0
+    last = interval.last
+    assert interval.eta_seconds(12, last.consumed_samples + 3 * last.global_batch_size) == 3 * interval.step_seconds
 
 
 def test_interval_waits_add_up() -> None:

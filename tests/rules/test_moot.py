@@ -35,6 +35,7 @@ class Case(NamedTuple):
 
 
 STAGE_3: Settings = {"zero_stage": 3}
+INCREASE: Settings = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.01, "end_weight_decay": 0.1}
 FP16: Settings = {"precision": "fp16"}
 BF16: Settings = {"precision": "bf16"}
 FULL: Settings = {"recompute_granularity": "full"}
@@ -127,6 +128,10 @@ RUN_CASES = (
     Case("lr_decay_iters", 9, NOTICE, {"lr_decay_style": "constant"}, {}),
     Case("min_lr", 1e-5, NOTICE, {"lr_decay_style": "LRRangeTest"}, {"lr_decay_style": "OneCycle"}),
     Case("lr_decay_iters", 9, NOTICE, {"lr_decay_style": "OneCycle"}, {}),
+    Case("lr_decay_samples", 90, NOTICE, {"lr_decay_style": "constant"}, {}),
+    Case("lr_decay_tokens", 900, NOTICE, {"lr_decay_style": "OneCycle"}, {}),
+    Case("lr_warmup_samples", 2, ERROR, {"lr_decay_style": "OneCycle"}, {}),
+    Case("lr_warmup_tokens", 2, ERROR, {"lr_decay_style": "LRRangeTest"}, {}),
     Case("lr_warmup_iters", 2, ERROR, {"lr_decay_style": "OneCycle"}, {}),
     Case("lr_warmup_fraction", 0.1, ERROR, {"lr_decay_style": "LRRangeTest"}, {}),
     Case("lr_decay_params", ["cycle_first_step_size=9"], ERROR, {}, {"lr_decay_style": "OneCycle"}),
@@ -139,8 +144,19 @@ RUN_CASES = (
         {"lr_decay_style": "constant", "lr_warmup_fraction": 0.1},
     ),
     Case("lr_warmup_init", 1e-5, NOTICE, {}, {"lr_warmup_iters": 2}),
+    Case("lr_warmup_init", 2e-5, NOTICE, {}, {"lr_warmup_tokens": 20}),
     Case("lr_warmup_type", "log", ERROR, {"lr_warmup_fraction": 0}, {"lr_warmup_fraction": 0.1}),
-    Case("weight_decay", 0.5, ERROR, {"optimizer": "rprop"}, {"optimizer": "sgd"}),
+    Case("weight_decay", 0.5, NOTICE, {"optimizer": "rprop"}, {"optimizer": "sgd"}),
+    Case("weight_decay", 0.5, NOTICE, INCREASE, {}),
+    Case("decoupled_lr", 0.5, ERROR, {"lr_decay_style": "OneCycle"}, {}),
+    Case("decoupled_min_lr", 0.1, ERROR, {}, {"decoupled_lr": 0.5}),
+    Case("decoupled_min_lr", 0.1, ERROR, {"decoupled_lr": 0.5, "lr_decay_style": "constant"}, {"decoupled_lr": 0.5}),
+    Case("start_weight_decay", 0.5, ERROR, {}, {**INCREASE, "end_weight_decay": 0.5}),
+    Case("end_weight_decay", 0.5, ERROR, {}, {**INCREASE, "start_weight_decay": 0.0}),
+    Case("weight_decay_incr_style", "cosine", ERROR, {**INCREASE, "optimizer": "rprop"}, INCREASE),
+    Case("lr_wsd_decay_iters", 3, ERROR, {}, {"lr_decay_style": "WSD"}),
+    Case("lr_wsd_decay_samples", 3, ERROR, {}, {"lr_decay_style": "WSD"}),
+    Case("lr_wsd_decay_style", "cosine", ERROR, {}, {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3}),
     Case("adam_beta1", 0.5, NOTICE, {"optimizer": "sgd"}, {"optimizer": "nadam"}),
     Case("adam_beta2", 0.5, NOTICE, {"optimizer": "rmsprop"}, {"optimizer": "radam"}),
     Case("adam_eps", 0.5, NOTICE, {"optimizer": "rmsprop"}, {"optimizer": "adamax"}),
@@ -213,7 +229,8 @@ CASES = (*SHARED_CASES, *RUN_CASES)
 _EFFECTIVE = """
 num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size vocab_size
 make_vocab_size_divisible_by hidden_dropout attention_dropout init_method_std norm_epsilon
-untie_embeddings_and_output_weights micro_batch_size global_batch_size train_iters train_samples seed eval_iters
+untie_embeddings_and_output_weights micro_batch_size global_batch_size train_iters train_samples train_tokens seed
+rampup_batch_size step_batch_size_schedule eval_iters
 exit_interval exit_duration_in_mins exit_status_when_stopped optimizer optimizer_params lr lr_decay_style
 clip_grad precision tensor_model_parallel_size pipeline_model_parallel_size
 distributed_backend distributed_timeout_minutes device zero_stage

@@ -39,7 +39,10 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of the reference's training; learning_rate(i) is the rate of step i = 0, 1, ..."""
+    """The settings of the reference's training; learning_rate(i) is the rate of step i = 0, 1, ...
+
+    factors: by name, what the rate of a weight is multiplied by; 1 for all others.
+    """
 
     learning_rate: Callable[[int], float]
     weight_decay: float = 0.01
@@ -47,6 +50,7 @@ class Recipe:
     epsilon: float = 1e-8
     max_norm: float = 1.0
     frozen: frozenset[str] = frozenset()
+    factors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,7 +74,8 @@ def train(weights: Mapping[str, Tensor], batches: Sequence[Batch], recipe: Recip
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in trained.values()))
         factor = min(1.0, recipe.max_norm / (norm + 1e-6)) if recipe.max_norm > 0 else 1.0
         for name, grad in trained.items():
-            _adamw(live[name], grad * factor, moments[name], step, decayed(name), recipe)
+            own = recipe.factors.get(name, 1.0)
+            _adamw(live[name], grad * factor, moments[name], step, decayed(name), recipe, own)
         history.losses.append(loss.item())
         history.grad_norms.append(norm)
     history.weights = {name: value.detach() for name, value in live.items()}
@@ -155,10 +160,10 @@ def _feed_forward(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _adamw(
-    weight: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: int, decay: bool, recipe: Recipe
+    weight: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: int, decay: bool, recipe: Recipe, factor: float
 ) -> None:
     """Take one AdamW step in place (Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2)."""
-    rate, (beta1, beta2) = recipe.learning_rate(step), recipe.betas
+    rate, (beta1, beta2) = recipe.learning_rate(step) * factor, recipe.betas
     first, second = moments
     first.copy_(beta1 * first + (1 - beta1) * grad)
     second.copy_(beta2 * second + (1 - beta2) * grad**2)

@@ -23,9 +23,12 @@ from torch import Tensor
 
 from megazero.checkpoint.slices import fragment_pieces, piece_view
 from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, Mesh
+from megazero.config import derived
+from megazero.config.lengths import RunLength
 from megazero.config.run import RunConfig
 from megazero.data.loader import BatchLoader
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.model.gpt import INPUT_AND_OUTPUT
 from megazero.model.initial_values import initial_value
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate
@@ -175,12 +178,15 @@ def run_steps(
     parts = step_context(config, core)
     scaler = LossScaler.from_config(config.precision)
     scale, done = scaler.start(), 0
-    rate = LearningRate.from_config(config.optimizer, train_iters=config.training.train_iters or 0)
+    sizes = derived.step_sizes(config, core.mesh.topology.world_size)
+    rate = LearningRate.from_config(config.optimizer, RunLength(config.training.train_iters or 0, sizes))
     figures = []
-    with BatchLoader(inputs.train, batch_layout(config, core.mesh, inputs.eod), prefetch=0) as loader:
+    with BatchLoader(inputs.train, batch_layout(config, core.mesh, inputs.eod), prefetch=0, sizes=sizes) as loader:
         for _ in range(steps):
             core.mesh.meter.reset()
-            report = training_step(parts, next(loader), StepControls(rate.at(done), scale.scale))
+            progress = rate.progress(done, loader.consumed_samples)
+            controls = StepControls(rate.at(progress), scale.scale, decoupled_lr=rate.decoupled_at(progress))
+            report = training_step(parts, next(loader), controls)
             skipped = bool(report.skipped.item())
             done += not skipped
             scale = scaler.after_step(scale, overflow=skipped)
@@ -226,18 +232,24 @@ def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> Histo
     """Train the plain single-process float64 reference on the same text, with `settings` over those of all cells."""
     config = Cell(settings=settings).config(prefix)
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
-    batches, size = [], config.training.global_batch_size or 0
+    batches, sizes = [], derived.step_sizes(config, 1)
     for step in range(steps):
-        rows = [torch.from_numpy(inputs.train.sample(step * size + row)) for row in range(size)]
+        samples = range(sizes.samples_after(step), sizes.samples_after(step + 1))
+        rows = [torch.from_numpy(inputs.train.sample(sample)) for sample in samples]
         batch = torch.stack(rows)
         tokens, data = batch[:, :-1], config.data
         mask = (tokens != inputs.eod).double() if data.eod_mask_loss else None
         assert data.reset_position_ids == data.reset_attention_mask, "the twin knows documents, or none"
         batches.append(Batch(tokens, batch[:, 1:], mask, inputs.eod if data.reset_attention_mask else None))
+    progress = sizes.samples_after if len(sizes.sizes) > 1 else int
+    warmup, decay = progress(WARMUP), progress(SCHEDULE)
     recipe = Recipe(
-        lambda step: scheduled_rate(step, peak=LR, final=LR / 10, warmup=WARMUP, decay_steps=SCHEDULE, style="cosine"),
+        lambda step: scheduled_rate(
+            progress(step), peak=LR, final=LR / 10, warmup=warmup, decay_steps=decay, style="cosine"
+        ),
         weight_decay=0.1,
         max_norm=0.5,
+        factors=dict.fromkeys(INPUT_AND_OUTPUT, (config.optimizer.decoupled_lr or LR) / LR),
     )
     return train(first_weights(config), batches, recipe)
 

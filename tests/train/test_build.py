@@ -109,7 +109,6 @@ def core_facts(rank: int, tp: int, dp: int, stage: int) -> tuple[list[Any], dict
     core.engine.close()
     facts = {
         "data": (layout.data_rank, layout.data_size, layout.masked_token, layout.num_micro_batches),
-        "positions": parts.num_positions,
         "clip": parts.clip_grad,
         "checks_overflow": parts.checks_overflow,
         "leases": core.engine.plan.gradient.lifetime is Lifetime.LEASED,
@@ -129,7 +128,7 @@ def test_first_weights_and_shares_on_two_by_two_ranks() -> None:
             assert torch.equal(values, expected[name][place]), name
     assert [facts["data"] for _, facts in results] == [(0, 2, EOD, 2), (0, 2, EOD, 2), (1, 2, EOD, 2), (1, 2, EOD, 2)]
     for _, facts in results:
-        assert (facts["positions"], facts["clip"], facts["checks_overflow"], facts["leases"]) == (64, 0.25, False, True)
+        assert (facts["clip"], facts["checks_overflow"], facts["leases"]) == (0.25, False, True)
     assert set.union(*(facts["owned"] for _, facts in results)) == set(expected)
 
 
@@ -183,7 +182,7 @@ def test_a_run_has_what_was_asked_for(tmp_path: Path) -> None:
     assert run.learning_rate == LearningRate(1e-2, 0.0, "constant", 2, 7)
     assert run.saver is not None and (run.saver.root, run.saver.with_optimizer) == (tmp_path / "save", False)
     reporting = run.reporting
-    assert (reporting.global_batch_size, reporting.tokens_per_sample, reporting.gathers_ranks) == (6, 8, True)
+    assert (reporting.tokens_per_sample, reporting.gathers_ranks) == (8, True)
     assert len(reporting.writers) == 2
     assert (run.state.iteration, run.state.consumed_samples, run.loader.consumed_samples) == (0, 0, 0)
 

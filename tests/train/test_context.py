@@ -21,6 +21,6 @@ def test_plans_are_not_shared_by_default() -> None:
     given = {
         name: getattr(step_context(tiny_run(), core), name) for name in ("engine", "model", "mesh", "dropout", "timers")
     }
-    one, two = (StepContext(**given, num_positions=1, clip_grad=0.0, checks_overflow=False) for _ in range(2))
+    one, two = (StepContext(**given, clip_grad=0.0, checks_overflow=False) for _ in range(2))
     assert one.plan == two.plan and one.plan.steps is not two.plan.steps
     core.engine.close()

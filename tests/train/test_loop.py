@@ -268,6 +268,30 @@ def test_a_length_in_samples_is_kept_with_another_global_batch(tmp_path: Path) -
     assert "iteration 4/4" in told.text
 
 
+def test_a_growing_batch_goes_on_where_it_was_with_another_micro_batch(tmp_path: Path) -> None:
+    """Steps of 2, 2, 4 and 6 samples, then those of 6 that fit; figures and rates follow each step's own size."""
+    ramp = {"train_iters": None, "train_samples": 27, "rampup_batch_size": ["2", "2", "8"], "global_batch_size": 6}
+    ramp |= {"lr_decay_style": "linear", "lr_warmup_samples": 4, "eval_iters": 1, "log_interval": 1}
+    ramp |= {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 9.0}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    told = run(whole, **ramp)
+    assert told.reason == "finished 6 iterations" and "iteration 6/6" in told.text
+    assert "global batch size: 2 from sample 0 on, 4 from sample 4 on, 6 from sample 8 on" in told.text
+    run(parts, **ramp, exit_interval=2)
+    run(parts, **ramp, load=str(parts / "save"), micro_batch_size=1)
+    reports = [line for line in told.text.splitlines() if "| global batch size: " in line]
+    printed = [line.split("| global batch size: ")[1].split()[0] for line in reports]
+    assert printed == ["2", "2", "4", "6", "6", "6"]
+    consumed = [2, 4, 8, 14, 20, 26]
+    rates = [0.0, 0.5, 1.0, 19 / 23, 13 / 23, 7 / 23]
+    for folder in (whole, parts):
+        assert [line["consumed_samples"] for line in steps(folder)] == consumed
+        assert [line["lr"] for line in steps(folder)] == pytest.approx([1e-2 * rate for rate in rates], rel=1e-12)
+    one, other = ([line["loss"] for line in lines(folder) if "loss" in line] for folder in (whole, parts))
+    assert one == pytest.approx(other, rel=1e-9)
+    assert open_checkpoint(parts / "save").progress["update_samples"] == 26
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     run(tmp_path)
     before = (tmp_path / "m.jsonl").read_text()

@@ -1,6 +1,8 @@
 """Every optimizer takes the steps of torch's own on the plain model, and any layout resumes from its checkpoints."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.config.engine_sections import OptimizerConfig
+from megazero.config.lengths import RunLength
 from megazero.config.optimizers import RUN_NAMES
 from megazero.data.loader import BatchLoader
 from megazero.errors import CheckpointError, ConfigError
+from megazero.model.gpt import INPUT_AND_OUTPUT
 from megazero.optim.schedules import LearningRate
 from megazero.train.build import batch_layout, step_context
 from megazero.train.inputs import RunInputs
@@ -71,20 +75,23 @@ def test_every_optimizer_is_tried() -> None:
     assert {kind for _, kind, _ in CASES.values()} == {*RUN_NAMES.values(), "Adam"}
 
 
-def rate(step: int) -> float:
-    return LearningRate.from_config(OptimizerConfig(lr=LR, lr_decay_style="constant", **SCHEDULE), train_iters=9).at(
-        step
-    )
+def rate(step: int, peak: float = LR) -> float:
+    config = OptimizerConfig(lr=peak, lr_decay_style="constant", **SCHEDULE)
+    return LearningRate.from_config(config, RunLength(9)).at(step)
 
 
-def plain_weights(case: str) -> dict[str, Tensor]:
+def plain_weights(
+    case: str, decay: Callable[[int], float | None] = lambda _: None, decoupled: float | None = None
+) -> dict[str, Tensor]:
     """Train the plain model with torch's optimizer, a group with weight decay, one without, and clipping by hand."""
     _, kind, options = CASES[case]
     live = {name: value.clone().requires_grad_(True) for name, value in first_weights(tiny_run()).items()}
     no_decay = {"weight_decay": 0.0} if "weight_decay" in options else {}
+    ends = {name for name in live if name in INPUT_AND_OUTPUT} if decoupled else set()
     groups = [
-        {"params": [value for name, value in live.items() if decayed(name)]},
+        {"params": [value for name, value in live.items() if decayed(name) and name not in ends]},
         {"params": [value for name, value in live.items() if not decayed(name)], **no_decay},
+        {"params": [live[name] for name in ends]},
     ]
     optimizer = getattr(torch.optim, kind)(groups, lr=LR, **options)
     for step in range(STEPS):
@@ -95,18 +102,31 @@ def plain_weights(case: str) -> dict[str, Tensor]:
             value.grad = grads[name] * min(1.0, CLIP / (float(norm) + 1e-6))
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
+        if decoupled is not None:
+            optimizer.param_groups[2]["lr"] = rate(step, decoupled)
+        if (weight_decay := decay(step)) is not None:
+            optimizer.param_groups[0]["weight_decay"] = weight_decay
         optimizer.step()
     return {name: value.detach() for name, value in live.items()}
 
 
-def train_on_rank(rank: int, case: str, stage: int, dp: int = 1, tp: int = 1) -> list[Saved]:
+def train_on_rank(
+    rank: int, case: str, stage: int, dp: int = 1, tp: int = 1, more: Mapping[str, Any] = MappingProxyType({})
+) -> list[Saved]:
     layout = {"zero_stage": stage, "tensor_model_parallel_size": tp}
-    config = tiny_run(**settings_of(case, **layout, micro_batch_size=GLOBAL_BATCH // dp))
+    config = tiny_run(**settings_of(case, **layout, micro_batch_size=GLOBAL_BATCH // dp, **more))
+    schedule = LearningRate.from_config(config.optimizer, RunLength(STEPS))
     core = core_on_rank(rank, config, dp=dp, tp=tp)
     parts = step_context(config, core)
     with BatchLoader(DrawnSamples(), batch_layout(config, core.mesh, None), prefetch=0) as loader:
         for step in range(STEPS):
-            training_step(parts, next(loader), StepControls(rate(step), 1.0))
+            controls = StepControls(
+                rate(step),
+                1.0,
+                weight_decay=schedule.weight_decay_at(step),
+                decoupled_lr=schedule.decoupled_at(step),
+            )
+            training_step(parts, next(loader), controls)
     core.engine.close()
     return owned_boxes(core)
 
@@ -124,6 +144,23 @@ def close(found: dict[Any, Tensor], expected: dict[Any, Tensor]) -> None:
     for key, value in expected.items():
         rows = [0, 2] if "attention.qkv.bias" in str(key) else slice(None)
         torch.testing.assert_close(found[key][rows], value[rows], rtol=1e-8, atol=1e-10, msg=str(key))
+
+
+@pytest.mark.parametrize("case", ["adam", "sgd"])
+def test_weight_decay_increases_where_there_is_one(case: str) -> None:
+    """Biases and norms stay without weight decay, also where that of the others begins at 0."""
+    case = next(name for name in CASES if name.startswith(case))
+    more = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.6}
+    found = weights([train_on_rank(0, case, 1, more=more)])
+    close(found, plain_weights(case, lambda step: 0.6 * step / STEPS))
+
+
+@pytest.mark.parametrize("case", ["adam", "sgd"])
+def test_the_word_embedding_has_a_rate_of_its_own(case: str) -> None:
+    case = next(name for name in CASES if name.startswith(case))
+    more = {"decoupled_lr": 3 * LR, "lr_decay_style": "constant", "lr": LR, **SCHEDULE}
+    found = weights([train_on_rank(0, case, 3, more=more)])
+    close(found, plain_weights(case, decoupled=3 * LR))
 
 
 @pytest.mark.parametrize("case", CASES)

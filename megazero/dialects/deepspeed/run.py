@@ -26,6 +26,7 @@ from megazero.errors import Problem
 _SIZES: Mapping[str, str] = MappingProxyType(
     {part: setting for part, path in KEYS.items() for setting, key in BATCH_KEYS.items() if key == path}
 )
+_OTHER_WARMUPS = ("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_tokens")
 # {parameter of the optimizer or the schedule: the settings of a run that hold it}
 PARAMS_OF_RUN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -97,7 +98,7 @@ def complete(translation: Translation, settings: dict[str, ParsedValue], *, data
     """
     file = translation.file
     for item in translation.defaults:
-        if item.name != "lr_warmup_iters" or "lr_warmup_fraction" not in settings:
+        if item.name != "lr_warmup_iters" or not any(name in settings for name in _OTHER_WARMUPS):
             settings.setdefault(item.name, ParsedValue(item.name, item.value, item.source, item.origin))
     resolve(translation, settings)
     return [

@@ -7,6 +7,7 @@ import pytest
 
 from megazero.config.choices import OptimizerChoice
 from megazero.config.engine_sections import OptimizerConfig
+from megazero.config.lengths import RunLength
 from megazero.dialects.deepspeed.optimizer import translate_optimizer, translate_scheduler
 from megazero.dialects.deepspeed.reading import read
 from megazero.dialects.deepspeed.sections import Translation, optimizer_of
@@ -190,7 +191,7 @@ def test_a_runs_schedule_is_the_documented_one(kind: str, start: float, shape: s
     values = said(made)
     settings = {"lr": 0.5, "lr_decay_iters": 60} | defaults(made) | values
     settings |= {name: ratio.value * settings["lr"] for name, ratio in made.ratios.items()}
-    ours = LearningRate.from_config(OptimizerConfig(**settings), train_iters=60)
+    ours = LearningRate.from_config(OptimizerConfig(**settings), RunLength(60))
     for step in range(50):
         expected = documented(kind, step, shape=shape or "log", start=start, floor=0.2)
         assert ours.at(step) == pytest.approx(expected, rel=1e-12, abs=1e-15), step
