@@ -290,7 +290,7 @@ LIBRARY: tuple[Row[LibrarySections], ...] = (
         ("zero3_reshard_after",),
         lambda s: "there is no schedule with windows; a unit is released after every forward and backward of it",
     ),
-    Row(("fp8_format",), lambda s: "the model's own layers choose their products"),
+    Row(("fp8_format", "fp8_cache_weights"), lambda s: "the model's own layers choose their products"),
     Row(
         ("update_unused_parameters",),
         lambda s: "" if s.zero.ignore_unused_parameters else "a parameter without a gradient stops the training",
@@ -488,6 +488,11 @@ RUN: tuple[Row[RunConfig], ...] = (
     ),
     Row(("attention_backend",), _kernel_is_not_there, {"device": "cuda"}),
     Row(("compile_num_layers",), _no_graph_has_several_blocks),
+    Row(
+        ("fp8_cache_weights",),
+        lambda c: "" if c.precision.fp8_format else "no product is of 8-bit numbers",
+        {"fp8_format": "hybrid"},
+    ),
     Row(
         ("compile",),
         lambda c: "on CPUs no kernels are timed" if c.training.compile == "max" and c.parallel.device == "cpu" else "",

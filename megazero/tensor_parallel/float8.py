@@ -15,7 +15,8 @@ differently, while data-parallel layouts of the same micro-batches don't.
 Cost: every product quantises both of its operands by itself, each by a search for the maximum, a division and a
 rounding: 9 bytes read and written an element of a bf16 tensor, and 2 more to lay it out anew where the library requires
 the other order: the weight for the input gradient, both operands for the weight gradient.  A linear layer does this for
-three products, so for x, W and dy twice each.  Between passes the 16-bit tensors are saved, none of 8 bits.
+three products, so for x, W and dy twice each.  Between passes the 16-bit tensors are saved, none of 8 bits.  Weights
+change once a step only: `float8_weights.py` quantises them as often.
 """
 
 import math
@@ -47,6 +48,18 @@ class Quantised(NamedTuple):
         return Quantised(self.values.t(), self.scale)
 
 
+class StepWeight(NamedTuple):
+    """The 8-bit form of a weight [out, in] that serves all products between two updates.
+
+    scale []: fp32.  values [out, in] and transposed [in, out], both by rows, as the products read them; None where the
+    scale alone is kept, and every product rounds the weight by it.
+    """
+
+    scale: Tensor
+    values: Tensor | None = None
+    transposed: Tensor | None = None
+
+
 def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     """Quantise x [.., ..] with one scale; a NaN or an infinity makes the scale, and so every product, not finite.
 
@@ -60,28 +73,41 @@ def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     return Quantised((x / scale).to(dtype), scale.float())
 
 
-@dataclass(frozen=True)
+def quantise_weight(weight: Tensor) -> StepWeight:
+    """Quantise a weight [out, in] in the two orders that its products read."""
+    values, scale = quantise(weight, E4M3)
+    return StepWeight(scale, values, values.t().contiguous())
+
+
+def weight_scale(weight: Tensor) -> StepWeight:
+    """Return the scale of a weight [out, in] alone."""
+    return StepWeight(quantise(weight, E4M3).scale)
+
+
+@dataclass
 class Float8Products:
     """The products of 8-bit numbers, of two-dimensional tensors on the CPU or on GPUs that have them.
 
     gradients: the 8-bit format of outputs' gradients.  otherwise: the products of layers one of whose dims (n, in, out)
     is no multiple of 16; the choice depends on the dims alone, so a layer's three products are of one kind.
+    weight: the 8-bit form of the one weight that these products are of; None: each product quantises its weight.
     """
 
     gradients: torch.dtype
     otherwise: Products = TORCH
+    weight: StepWeight | None = None
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not has_8bit_products(*x.shape, weight.shape[0]):
             return self.otherwise.output(x, weight, bias)
-        left, right = quantise(x, E4M3), quantise(weight, E4M3).transposed
+        left, right = quantise(x, E4M3), self._by_rows(weight).transposed
         # A GPU may accumulate these sums in fewer bits than fp32, which is faster, but not those of gradients.
         return _product(left, right, x.dtype, bias=bias, fast=True)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         if not has_8bit_products(*grad.shape, weight.shape[1]):
             return self.otherwise.input_gradient(grad, weight)
-        return _product(quantise(grad, self.gradients), quantise(weight, E4M3), grad.dtype)
+        return _product(quantise(grad, self.gradients), self._by_columns(weight), grad.dtype)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         if not has_8bit_products(*grad.shape, x.shape[1]):
@@ -93,6 +119,22 @@ class Float8Products:
             self.otherwise.add_weight_gradient(total, grad, x, is_first=is_first)
         else:
             add_to(total, self.weight_gradient(grad, x), is_first=is_first)
+
+    def _by_rows(self, weight: Tensor) -> Quantised:
+        if self.weight is None or self.weight.values is None:
+            return self._rounded(weight)
+        return Quantised(self.weight.values, self.weight.scale)
+
+    def _by_columns(self, weight: Tensor) -> Quantised:
+        if self.weight is None or self.weight.transposed is None:
+            return self._rounded(weight)
+        return Quantised(self.weight.transposed.t(), self.weight.scale)
+
+    def _rounded(self, weight: Tensor) -> Quantised:
+        if self.weight is None:
+            return quantise(weight, E4M3)
+        scale = self.weight.scale
+        return Quantised((weight / scale.to(weight.dtype)).to(E4M3), scale)
 
 
 def float8_products(format: Fp8Format, otherwise: Products = TORCH) -> Products:

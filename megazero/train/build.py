@@ -61,6 +61,7 @@ from megazero.rules.optimizer import optimizer_choice
 from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.deferred import DeferredGradients
 from megazero.tensor_parallel.float8 import float8_products
+from megazero.tensor_parallel.float8_weights import QuantisedWeights, linear_layers
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.onednn import fastest_products
 from megazero.tensor_parallel.random import RandomRegions
@@ -85,8 +86,9 @@ from megazero.train.saving import (
     find_checkpoint,
     is_from_root,
 )
+from megazero.units import format_bytes
 from megazero.zero.engine import Engine, EngineSettings
-from megazero.zero.plan import DTYPES, resolve
+from megazero.zero.plan import DTYPES, Placement, resolve
 
 _REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
@@ -122,7 +124,7 @@ class RunComponents:
     random: the random states of dropout.  activations: which activations are recomputed, and where checkpoints lie.
     plan: the schedule of the pipeline stage.  deferred: the store for weight gradients that the schedule computes
     later, None if it does not.  trace: the timeline of its steps.  attention: the kernel that computes attention.
-    compiled: a description of what torch compiles.
+    compiled: a description of what torch compiles.  weights: their 8-bit form of a step, None where there is none.
     """
 
     mesh: Mesh
@@ -137,6 +139,7 @@ class RunComponents:
     trace: AnyTrace
     attention: KernelChoice
     compiled: str | None = None
+    weights: QuantisedWeights | None = None
 
 
 def build_components(
@@ -174,13 +177,26 @@ def build_components(
     engine = _build_engine(config, model, mesh, buffers, ledger)
     searches = config.training.compile == "max"
     compiled = compile_blocks(model, as_a_whole=tp.within_compiled, searches=searches) if compiles else None
+    weights = _quantised_weights(config, model, engine, compiles=compiles)
     tokens = config.training.micro_batch_size * config.model.seq_length
     activation_bytes = tokens * config.model.hidden_size * tp.dtype.itemsize if tp.border.splits_sequence else 0
     buffers.resize(max(engine.largest_buffer_bytes, activation_bytes))  # gloo's reduce-scatter borrows its input's size
     return_freed_memory(mesh.device)
     trace = NO_TRACE if config.logging.pipeline_trace_dir is None else Trace(mesh.device)
     return RunComponents(
-        mesh, model, engine, random, activations, timers, buffers, plan, tp.deferred, trace, attention, compiled
+        mesh=mesh,
+        model=model,
+        engine=engine,
+        random=random,
+        activations=activations,
+        timers=timers,
+        buffers=buffers,
+        plan=plan,
+        deferred=tp.deferred,
+        trace=trace,
+        attention=attention,
+        compiled=compiled,
+        weights=weights,
     )
 
 
@@ -207,6 +223,20 @@ def tensor_parallel(
         products=products if fp8 is None else float8_products(fp8, products),
         head_products=products,
         within_compiled=compiles and _blocks_have_no_effects(config, splits_backward),
+    )
+
+
+def _quantised_weights(config: RunConfig, model: GPT, engine: Engine, *, compiles: bool) -> QuantisedWeights | None:
+    """Return the 8-bit form of the blocks' weights that is made once a step, None where every product makes it."""
+    if config.precision.fp8_format is None or not config.precision.fp8_cache_weights:
+        return None
+    return QuantisedWeights(
+        {module: linear_layers(blocks) for module, blocks in model.consumers()},
+        count_changes=lambda: engine.num_weight_changes,
+        keeps_values=engine.plan.parameter.placement is Placement.REPLICATED,
+        compiles=compiles,
+        searches=config.training.compile == "max",
+        ledger=engine.settings.ledger,
     )
 
 
@@ -344,6 +374,9 @@ def _assemble_on(
     components = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
     if components.attention.line:
         console.line(components.attention.line)
+    if components.weights is not None:
+        kept = f"{format_bytes(components.weights.kept_bytes)} of values" if components.weights.kept_bytes else "scales"
+        console.line(f"--fp8-cache-weights: {kept} on this rank, made once a step")
     if components.compiled is not None:
         console.line(f"torch.compile: {components.compiled}, at the first step")
     elif config.training.compile_num_layers > 1:

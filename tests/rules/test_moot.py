@@ -118,6 +118,7 @@ RUN_CASES = (
     Case("compile_num_layers", 2, ERROR, {"recompute_granularity": "selective"}, {"compile": "on"}),
     Case("compile_num_layers", 2, ERROR, FULL, {**FULL, "recompute_num_layers": 2}),
     Case("attention_backend", "flash3", NOTICE, {"device": "cpu"}, {"device": "cuda"}),
+    Case("fp8_cache_weights", True, ERROR, BF16, {**BF16, "fp8_format": "hybrid"}),
     Case("compile", "max", ERROR, {"device": "cpu"}, {"device": "cuda"}),
     Case("attention_backend", "efficient", NOTICE, {"device": "cpu"}, {"device": "cuda"}),
     Case("attention_backend", "flash", NOTICE, {"device": "cpu"}, {"device": "cpu", "attention_dropout": 0}),
@@ -491,6 +492,7 @@ def test_what_a_model_decides_for_itself() -> None:
         ("logits_chunk_bytes", 9),
         ("zero3_reshard_after", "window"),
         ("fp8_format", "hybrid"),
+        ("fp8_cache_weights", True),
     ):
         with pytest.raises(ConfigError) as caught:
             load_engine_config(mapping({"zero_stage": 3, "precision": "bf16", setting: value}))
