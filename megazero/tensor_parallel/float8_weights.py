@@ -8,7 +8,8 @@ gathered.  What is kept depends on where the weights are:
     partitioned (ZeRO 3)                the scale alone: values of all weights would take as much as the whole weights,
                                         which are partitioned so that no rank holds them; a product rounds by the scale
 
-A scale is that of the rank's slice of a weight, as where every product finds its own: both give the same numbers.
+A scale is that of the rank's slice of a weight, as where every product finds its own: both give the same numbers.  By
+delayed scaling it is known before, and the weight's maximum is recorded here, once a step, for later scales.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.rules.float8 import has_8bit_products
 from megazero.tensor_parallel.compiler import compiled
-from megazero.tensor_parallel.float8 import Float8Products, StepWeight, quantise_weight, weight_scale
+from megazero.tensor_parallel.float8 import Float8Products, LayerScales, StepWeight, quantise_weight, weight_scale
 from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 Linear = ColumnParallelLinear | RowParallelLinear
+_Quantise = Callable[[Tensor, LayerScales | None], StepWeight]
 
 
 class _Held(NamedTuple):
@@ -59,15 +61,13 @@ class QuantisedWeights:
         """
         self._count_changes = count_changes
         self._ledger = ledger or NullLedger()
-        self._quantise: Callable[[Tensor], StepWeight] = quantise_weight if keeps_values else weight_scale
+        self._quantise: _Quantise = quantise_weight if keeps_values else weight_scale
         if compiles:
             self._quantise = compiled(self._quantise, searches=searches)
         self._made_at: dict[nn.Module, int] = {}
-        self._held = {
-            module: [_own_products(layer) for layer in each if has_8bit_products(*layer.weight.shape)]
-            for module, each in layers.items()
-        }
-        self.kept_bytes = 2 * keeps_values * sum(one.weight.numel() for each in self._held.values() for one in each)
+        self._held = {module: [_own_products(layer) for layer in each] for module, each in layers.items()}
+        held = [one.weight for each in self._held.values() for one in each if has_8bit_products(*one.weight.shape)]
+        self.kept_bytes = 2 * keeps_values * sum(weight.numel() for weight in held)
         """The bytes of values on this rank."""
         for module in layers:
             module.register_forward_pre_hook(self._before_forward)
@@ -77,9 +77,11 @@ class QuantisedWeights:
         if self._made_at.get(module) == now:
             return
         for weight, products in self._held[module]:
+            if not has_8bit_products(*weight.shape):
+                continue
             products.weight = None  # its memory serves the new values
             with torch.no_grad():
-                products.weight = made = self._quantise(weight.detach())
+                products.weight = made = self._quantise(weight.detach(), products.scales)
             for tensor in made:
                 if tensor is not None:
                     self._ledger.tag(tensor, "parameters")

@@ -14,6 +14,7 @@ from megazero.parallel.layer_split import Chunk
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace
 from megazero.tensor_parallel.deferred import DeferredGradients
+from megazero.tensor_parallel.float8_scales import DelayedScales
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
 
@@ -64,6 +65,7 @@ class StepContext:
     checks_overflow: True if a gradient that is not finite skips the step (fp16).  plan: this rank's pipeline stage.
     deferred: the store for weight gradients that the schedule computes later, None if it does not.
     attention: the kernel that attention prefers (`attention_kernel.py`), None for torch's own choice.
+    scales: those of 8-bit numbers that follow from earlier steps, None without delayed scaling.
     """
 
     engine: Engine
@@ -79,3 +81,4 @@ class StepContext:
     deferred: DeferredGradients | None = None
     trace: AnyTrace = NO_TRACE
     attention: str | None = None
+    scales: DelayedScales | None = None

@@ -50,6 +50,8 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     """Run forward and backward over the micro-batches, reduce and clip gradients, and update parameters."""
     engine = context.engine
     engine.begin_step()
+    if context.scales is not None:
+        context.scales.begin_step()
     actions = context.plan.step(len(batch.micro_batches))
     passes = StagePasses(context, batch.micro_batches, actions, multiplier=controls.loss_scale / context.num_positions)
     with context.timers.measure("forward-backward"), prefer_kernel(context.attention):
@@ -67,5 +69,7 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     update = update_parameters(
         engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=controls.lr
     )
+    if context.scales is not None:
+        context.scales.end_step(update.skipped)
     skipped = torch.zeros_like(stop) if update.skipped is None else update.skipped
     return StepReport(loss_sum / num_tokens, update.grad_norm, stop, skipped, reduced.first_overflow.to(stop.dtype))

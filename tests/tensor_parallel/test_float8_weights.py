@@ -1,111 +1,37 @@
 """Weights that are quantised once a step give bitwise the training of weights that every product quantises anew."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from support.float8_runs import (
+    LAYERS,
+    SIZES,
+    STEPS,
+    Layout,
+    Ran,
+    batch_of,
+    build,
+    check_bitwise,
+    evaluated,
+    ran,
+    ran_all,
+)
 from support.processes import run_ranks
-from support.small_runs import LENGTH, VOCAB, core_on_rank, reference_batch, tiny_run
-from support.training import boxes
+from support.small_runs import VOCAB, core_on_rank, tiny_run
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.tensor_parallel import float8
-from megazero.tensor_parallel.float8 import Float8Products, StepWeight, float8_products, quantise_weight, weight_scale
-from megazero.train.build import RunComponents, build_components, step_context
+from megazero.tensor_parallel.float8 import Float8Products, float8_products, quantise_weight, weight_scale
+from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 pytestmark = pytest.mark.gloo
 
-LAYERS, STEPS, MICRO_BATCHES = 2, 3, 2
-SIZES: dict[str, Any] = {
-    "num_layers": LAYERS,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": LENGTH,
-    "micro_batch_size": 16,
-    "precision": "bf16",
-    "fp8_format": "hybrid",
-}
-
-
-class Layout(NamedTuple):
-    """The settings of a run and its degrees of parallelism."""
-
-    settings: dict[str, Any]
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-
-
-class Ran(NamedTuple):
-    """The figures of every step, losses of evaluations between them, the state, and how many weights were quantised."""
-
-    figures: list[tuple[float, float]]
-    evaluations: list[float]
-    state: dict[str, Tensor]
-    calls: int
-
-
-def batch_of(core: RunComponents, step: int) -> StepBatch:
-    axis, micro_batches = core.mesh.topology.dp, []
-    for index in range(MICRO_BATCHES):
-        start = 16 * ((step * MICRO_BATCHES + index) * axis + core.mesh.coordinate("dp"))
-        batch = reference_batch(start, 16, masked=False)
-        micro_batches.append(MicroBatch(start, batch.tokens, batch.labels, None))
-    return StepBatch(16 * step * MICRO_BATCHES * axis, micro_batches)
-
-
-@torch.no_grad()
-def evaluated(core: RunComponents) -> float:
-    core.model.train(False)
-    batch = reference_batch(1000, 16, masked=False)
-    loss = core.model.summed_loss(batch.tokens, batch.labels).item()
-    core.engine.end_walk(ends_pass=True)
-    core.model.train(True)
-    return loss
-
-
-def build(rank: int, layout: Layout, *, cached: bool) -> tuple[RunComponents, Any]:
-    degrees = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
-    batch = {"global_batch_size": 16 * MICRO_BATCHES * layout.dp, "fp8_cache_weights": cached}
-    config = tiny_run(**{**SIZES, **batch, **degrees, **layout.settings})
-    core = core_on_rank(rank, config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
-    return core, step_context(config, core)
-
-
-def ran(rank: int, layout: Layout, *, cached: bool) -> Ran:
-    core, context = build(rank, layout, cached=cached)
-    calls = 0
-    if core.weights is not None:
-        original = core.weights._quantise
-
-        def counted(weight: Tensor) -> StepWeight:
-            nonlocal calls
-            calls += 1
-            return original(weight)
-
-        core.weights._quantise = counted
-    figures, evaluations = [], []
-    for step in range(STEPS):
-        report = training_step(context, batch_of(core, step), StepControls(1e-2, 1.0))
-        figures.append((report.loss.item(), report.grad_norm.item()))
-        if layout.pp == 1:
-            evaluations.append(evaluated(core))
-    core.engine.close()
-    saved = {
-        f"{box.kind} {box.name} {box.offset}": box.values for each in core.engine.owned_state() for box in boxes(each)
-    }
-    return Ran(figures, evaluations, saved, calls)
-
-
-def both(rank: int, layouts: list[Layout]) -> list[tuple[Ran, Ran]]:
-    return [(ran(rank, each, cached=False), ran(rank, each, cached=True)) for each in layouts]
-
-
+CACHED = {"fp8_cache_weights": True}
 ALONE = [
     Layout({}),
     Layout({"zero_stage": 3, "recompute_granularity": "full"}),
@@ -122,21 +48,20 @@ IN_PAIRS = [
 @pytest.mark.parametrize("layouts", [ALONE, IN_PAIRS], ids=["one process", "two processes"])
 def test_training_is_bitwise_the_same(layouts: list[Layout]) -> None:
     size = layouts[0].dp * layouts[0].tp * layouts[0].pp
-    for results in run_ranks(size, both, layouts):
-        for layout, (anew, cached) in zip(layouts, results, strict=True):
-            assert cached.figures == anew.figures and cached.evaluations == anew.evaluations, layout
+    both = [*layouts, *(each.having(**CACHED) for each in layouts)]
+    for results in run_ranks(size, ran_all, both):
+        for layout, anew, cached in zip(layouts, results, results[len(layouts) :], strict=False):
+            check_bitwise(cached, anew)
             assert len({loss for loss, _ in anew.figures}) == STEPS and len(set(anew.evaluations)) in (0, STEPS)
-            assert cached.state.keys() == anew.state.keys()
-            assert all(torch.equal(values, anew.state[name]) for name, values in cached.state.items()), layout
             changes = STEPS if layout.pp > 1 else STEPS + 1  # the last update is followed by an evaluation
-            assert cached.calls == changes * LAYERS * 4 // layout.pp, layout
+            assert (anew.quantised, cached.quantised) == (0, changes * LAYERS * 4 // layout.pp), layout
 
 
 def values_that_are_loaded(rank: int, stage: int) -> tuple[float, float, float]:
     """Return evaluations of changed weights, by products that quantise anew, and that have quantised other values."""
     losses = []
     for cached in (False, True):
-        core, context = build(rank, Layout({"zero_stage": stage}), cached=cached)
+        core, context = build(rank, Layout({"zero_stage": stage, "fp8_cache_weights": cached}))
         training_step(context, batch_of(core, 0), StepControls(1e-2, 1.0))
         before = evaluated(core)
         for fragment in core.engine.wanted_state():
@@ -172,17 +97,17 @@ def test_products_of_a_quantised_weight(make: Any) -> None:
 
 def test_other_layers_are_left_alone() -> None:
     """A layer whose sizes 8-bit products do not support has no 8-bit form, and computes as before."""
-    settings = {"ffn_hidden_size": 72}
-    [[(anew, cached)]] = run_ranks(1, both, [Layout(settings)])
-    assert cached.figures == anew.figures
-    assert cached.calls == LAYERS * 2 * (STEPS + 1)
+    odd = Layout({"ffn_hidden_size": 72})
+    [[anew, cached]] = run_ranks(1, ran_all, [odd, odd.having(**CACHED)])
+    check_bitwise(cached, anew)
+    assert cached.quantised == LAYERS * 2 * (STEPS + 1)
 
 
 def bytes_of_parameters(rank: int, stage: int) -> list[tuple[int, int]]:
     """Return the bytes of parameters at a step's peak, and those that the 8-bit form counts, without it and with it."""
     found = []
     for cached in (False, True):
-        config = tiny_run(**{**SIZES, "global_batch_size": 32, "zero_stage": stage, "fp8_cache_weights": cached})
+        config = tiny_run(**{**SIZES, "zero_stage": stage, "fp8_cache_weights": cached})
         with Ledger(torch.device("cpu")) as ledger:
             mesh = core_on_rank(rank, config, is_late=False).mesh
             core = build_components(config, mesh, FusedBuffers(0, mesh.device), vocab_size=VOCAB, ledger=ledger)
@@ -204,8 +129,8 @@ def test_the_ledger_counts_them() -> None:
     assert (with_scales, kept) == (plain + LAYERS * 4 * 4, 0)
 
 
-def compiled_and_not(rank: int, layout: Layout) -> tuple[Ran, Ran, int, int]:
-    """Return a run as it is and with its blocks compiled, the graphs of blocks and heads, and the breaks in them."""
+def compiled_and_not(rank: int, settings: dict[str, Any]) -> tuple[Ran, Ran, int, int]:
+    """Return a run as it is and with its blocks compiled, the number of graphs, and that of breaks in them."""
     torch._dynamo.reset()
     counters.clear()
     original = torch.compile
@@ -213,15 +138,18 @@ def compiled_and_not(rank: int, layout: Layout) -> tuple[Ran, Ran, int, int]:
         patch.setattr(
             torch, "compile", lambda function, **options: original(function, **options | {"backend": "aot_eager"})
         )
-        off = ran(rank, layout, cached=True)
-        on = ran(rank, Layout({**layout.settings, "compile": "on"}), cached=True)
+        off, on = (ran(rank, Layout({**settings, **CACHED, "compile": choice})) for choice in ("off", "on"))
     return off, on, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def test_compiled_blocks_read_them() -> None:
-    """All compiled blocks share one graph for training and one for evaluation, and weights are quantised outside."""
-    [(off, on, graphs, breaks)] = run_ranks(1, compiled_and_not, Layout({"zero_stage": 1}))
-    assert on.figures == off.figures and on.evaluations == off.evaluations
-    assert on.calls == off.calls and breaks == 0
+@pytest.mark.parametrize("settings", [{"zero_stage": 3}, {"fp8_recipe": "delayed"}], ids=str)
+def test_compiled_blocks_read_them(settings: dict[str, Any]) -> None:
+    """All compiled blocks share one graph for training and one for evaluation; weights are quantised outside of it.
+
+    Delayed scales are the same too: compiled code records maxima, in forward and in backward.
+    """
+    [(off, on, graphs, breaks)] = run_ranks(1, compiled_and_not, settings)
+    check_bitwise(on, off)
+    assert on.quantised == off.quantised and breaks == 0
     of_head, of_shapes = 3, 4
     assert graphs == 2 + of_head + of_shapes
