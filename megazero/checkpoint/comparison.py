@@ -4,6 +4,7 @@ The boxes of the first are looked up in the second one by one, so no tensor need
 """
 
 import json
+import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ def metadata_differences(first: Checkpoint, second: Checkpoint) -> Iterator[str]
     for key in sorted((first.progress.keys() | second.progress.keys()) - {PROGRESS_KEY}):
         mine, other = (json.dumps(each.progress[key]) if key in each.progress else "absent" for each in (first, second))
         if mine != other:
-            yield f"progress, {key}: {mine} against {other}"
+            yield f"progress, {key}: {textwrap.shorten(mine, 500)} against {textwrap.shorten(other, 500)}"
     if first.config_yaml != second.config_yaml:
         yield "configuration: not the same"
 

@@ -78,7 +78,9 @@ def _inspect(checkpoint: "Checkpoint", console: Console, *, tensors: bool) -> No
     console.line(f"step        {checkpoint.step}")
     console.line(f"size        {format_bytes(stored)} in {len(manifest.files)} files, {boxes} boxes")
     console.line(f"config      {checkpoint.folder / manifest.config.name}")
-    console.line(f"progress    {json.dumps(checkpoint.progress)}")
+    # The history of 8-bit numbers' scales is packed into text of up to millions of characters.
+    shown = {key: "..." if len(json.dumps(value)) > 1000 else value for key, value in checkpoint.progress.items()}
+    console.line(f"progress    {json.dumps(shown)}")
     console.line(f"parameters  {len(checkpoint.parameters)}")
     for kind in dict.fromkeys(entry.kind for entry in manifest.tensors):
         entries = [entry for entry in manifest.tensors if entry.kind == kind]

@@ -86,7 +86,6 @@ class Fixed:
 
 
 _WHOLE_SEQUENCES = "attention sees whole sequences; what --sequence-parallel splits is made whole before it"
-_SCALES = "a tensor has one scale, found anew for every product: its largest magnitude becomes the 8-bit format's"
 _CHUNKS = "the number of chunks follows from their size; give --num-layers-per-virtual-pipeline-stage"
 _NO_EXPERTS = "there are no experts: every token goes through the one feed-forward layer of its block"
 
@@ -98,10 +97,6 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "dataloader-type": Fixed(("single",), "sample k of the run is a function of the seed and k, in one order"),
         "cpu-offload-optimizer": Fixed(("false",), "optimizer states stay on the device"),
         "recompute-modules": Fixed(("core_attn",), "selective recomputation is that of the attention core"),
-        "fp8-recipe": Fixed(("tensorwise",), _SCALES),
-        "fp8-margin": Fixed(("0",), _SCALES),
-        "fp8-amax-history-len": Fixed(("1",), _SCALES),
-        "fp8-amax-compute-algo": Fixed(("most_recent",), _SCALES),
         "context-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
         "ds-sequence-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
         "num-experts": Fixed(("1",), _NO_EXPERTS),
@@ -267,7 +262,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "random numbers are a function of the seed and the sample's number, so there is no state to save or load",
             "no-save-rng no-load-rng",
         ),
-        ("8-bit products find their scales anew every time", "fp8-interval"),
+        ("8-bit products find their scales anew every time, or with --fp8-recipe delayed once a step", "fp8-interval"),
         (
             "a --load without a checkpoint is an error, unless it is --save or --begin-without-checkpoint is given",
             "exit-on-missing-checkpoint",

@@ -145,6 +145,12 @@ class GPT(nn.Module):
                 for held in self._groups_of(index, segment):
                     yield str(held[0]), BlockGroup([self.layers[str(layer)] for layer in held])
 
+    def consumers(self) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+        """Yield every module that `through` runs, with its blocks."""
+        blocks = list(self.layers.values())
+        for module in (self.groups or self.layers).values():
+            yield module, [block for block in blocks if isinstance(module, BlockGroup) and block in module] or [module]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Map the normed [..., h] to this rank's logits [..., Vp/t] (of all tokens, if they are split)."""
         logits: Tensor = self.head(hidden, *self._head_matrix())

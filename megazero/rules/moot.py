@@ -84,6 +84,7 @@ _STAGE_3 = (
     "leaf_module_names",
     "leaf_module_name_suffixes",
 )
+_DELAYED = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _DYNAMIC_SCALE = (
     "initial_loss_scale",
     "min_loss_scale",
@@ -290,7 +291,7 @@ LIBRARY: tuple[Row[LibrarySections], ...] = (
         ("zero3_reshard_after",),
         lambda s: "there is no schedule with windows; a unit is released after every forward and backward of it",
     ),
-    Row(("fp8_format",), lambda s: "the model's own layers choose their products"),
+    Row(("fp8_format", "fp8_cache_weights", *_DELAYED), lambda s: "the model's own layers choose their products"),
     Row(
         ("update_unused_parameters",),
         lambda s: "" if s.zero.ignore_unused_parameters else "a parameter without a gradient stops the training",
@@ -491,6 +492,34 @@ RUN: tuple[Row[RunConfig], ...] = (
     ),
     Row(("attention_backend",), _kernel_is_not_there, {"device": "cuda"}),
     Row(("compile_num_layers",), _no_graph_has_several_blocks),
+    Row(
+        ("fp8_cache_weights", *_DELAYED),
+        lambda c: "" if c.precision.fp8_format else "no product is of 8-bit numbers",
+        {"fp8_format": "hybrid"},
+    ),
+    Row(
+        _DELAYED[1:],
+        lambda c: "" if c.precision.fp8_recipe == "delayed" else "--fp8-recipe tensorwise has no history",
+        {"fp8_recipe": "delayed"},
+    ),
+    Row(
+        ("fp8_amax_history_len",),
+        lambda c: "" if c.precision.fp8_amax_compute_algo == "max" else "the most recent maximum is the last step's",
+        {"fp8_amax_compute_algo": "max"},
+    ),
+    Row(
+        ("fp8_amax_compute_algo",),
+        lambda c: "a history of one step has one maximum" if c.precision.fp8_amax_history_len == 1 else "",
+        {"fp8_amax_history_len": 16},
+    ),
+    Row(
+        ("fp8_cache_weights",),
+        lambda c: (
+            "delayed scales need no pass over the weights, and in stage 3 no values are kept"
+            if c.precision.fp8_recipe == "delayed" and c.zero.zero_stage == 3
+            else ""
+        ),
+    ),
     Row(
         ("compile",),
         lambda c: "on CPUs no kernels are timed" if c.training.compile == "max" and c.parallel.device == "cpu" else "",

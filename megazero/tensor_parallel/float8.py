@@ -8,14 +8,16 @@ The product of two such tensors is s_a s_b (q_a q_b), summed up before it is rou
 two formats: e4m3 (3 bits of mantissa, up to 448) and e5m2 (2 bits, up to 57,344, a range 2^14 times as wide).
 Activations and weights are e4m3; gradients of outputs, whose magnitudes spread further, are e5m2 in "hybrid".
 
-Scales are computed on the device from the tensor itself, without a history and without synchronising the host.  They
-are those of one rank: of its slice of a weight, and of its micro-batch.  So two sizes of tensor parallelism round
-differently, while data-parallel layouts of the same micro-batches don't.
+Scales are computed on the device, without synchronising the host: by the recipe "tensorwise" from the tensor itself, by
+"delayed" from the maxima of earlier steps (`float8_scales.py`).  Those of the tensor itself are of one rank: of its
+slice of a weight, and of its micro-batch.  So two sizes of tensor parallelism round differently, while data-parallel
+layouts of the same micro-batches don't.
 
 Cost: every product quantises both of its operands by itself, each by a search for the maximum, a division and a
-rounding: 9 bytes read and written an element of a bf16 tensor, and 2 more to lay it out anew where the library requires
-the other order: the weight for the input gradient, both operands for the weight gradient.  A linear layer does this for
-three products, so for x, W and dy twice each.  Between passes the 16-bit tensors are saved, none of 8 bits.
+rounding (the recipe "tensorwise"): 9 bytes read and written an element of a bf16 tensor, and 2 more to lay it out anew
+where the library requires the other order: the weight for the input gradient, both operands for the weight gradient.  A
+linear layer does this for three products, so for x, W and dy twice each.  Between passes the 16-bit tensors are saved,
+none of 8 bits.  Weights change once a step only: `float8_weights.py` quantises them as often.
 """
 
 import math
@@ -47,6 +49,18 @@ class Quantised(NamedTuple):
         return Quantised(self.values.t(), self.scale)
 
 
+class StepWeight(NamedTuple):
+    """The 8-bit form of a weight [out, in] that serves all products between two updates.
+
+    scale []: fp32.  values [out, in] and transposed [in, out], both by rows, as the products read them; None where the
+    scale alone is kept, and every product rounds the weight by it.
+    """
+
+    scale: Tensor
+    values: Tensor | None = None
+    transposed: Tensor | None = None
+
+
 def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     """Quantise x [.., ..] with one scale; a NaN or an infinity makes the scale, and so every product, not finite.
 
@@ -60,39 +74,112 @@ def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     return Quantised((x / scale).to(dtype), scale.float())
 
 
-@dataclass(frozen=True)
+class LayerScales:
+    """The scales of one layer's delayed scaling, and the maxima from which later ones follow (`float8_scales.py`).
+
+    scales and maxima [3], fp32: those of the input, the weight and the output's gradient.  x is multiplied by a scale,
+    which is a reciprocal of s above; a number past the format's largest becomes the largest.
+    """
+
+    def __init__(self, scales: Tensor, maxima: Tensor) -> None:
+        self.scales = scales
+        self.maxima = maxima
+
+    def quantise(self, which: int, x: Tensor, dtype: torch.dtype) -> Quantised:
+        """Quantise x [.., ..] by the scale in force; an infinity becomes the largest number."""
+        scale = self.scales[which]
+        largest = torch.finfo(dtype).max
+        return Quantised((x.float() * scale).clamp(-largest, largest).to(dtype), scale.reciprocal())
+
+    def quantise_and_record(self, which: int, x: Tensor, dtype: torch.dtype) -> Quantised:
+        """Quantise x and record its maximum; a NaN or an infinity makes the scale, and so every product, not finite."""
+        values, scale = self.quantise(which, x, dtype)
+        return Quantised(values, scale + self.record(which, x))
+
+    def record(self, which: int, x: Tensor) -> Tensor:
+        """Record the maximum of |x|; return 0, or a NaN if x is not finite."""
+        largest = torch.linalg.vector_norm(x, ord=math.inf).float()
+        self.maxima[which].copy_(torch.maximum(self.maxima[which], largest))
+        return torch.mul(largest, 0)
+
+
+INPUT, WEIGHT, GRADIENT = range(3)  # of a layer's scales
+
+
+def quantise_weight(weight: Tensor, scales: LayerScales | None = None) -> StepWeight:
+    """Quantise a weight [out, in] in the two orders that its products read."""
+    found = quantise(weight, E4M3) if scales is None else scales.quantise_and_record(WEIGHT, weight, E4M3)
+    return StepWeight(found.scale, found.values, found.values.t().contiguous())
+
+
+def weight_scale(weight: Tensor, scales: LayerScales | None = None) -> StepWeight:
+    """Return the scale of a weight [out, in] alone."""
+    if scales is None:
+        return StepWeight(quantise(weight, E4M3).scale)
+    return StepWeight(scales.scales[WEIGHT].reciprocal() + scales.record(WEIGHT, weight))
+
+
+@dataclass
 class Float8Products:
     """The products of 8-bit numbers, of two-dimensional tensors on the CPU or on GPUs that have them.
 
     gradients: the 8-bit format of outputs' gradients.  otherwise: the products of layers one of whose dims (n, in, out)
     is no multiple of 16; the choice depends on the dims alone, so a layer's three products are of one kind.
+    weight: the 8-bit form of the one weight that these products are of; None: each product quantises its weight.
+    scales: those of delayed scaling, where weights have an 8-bit form; None: each product finds its scales.
     """
 
     gradients: torch.dtype
     otherwise: Products = TORCH
+    weight: StepWeight | None = None
+    scales: LayerScales | None = None
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not has_8bit_products(*x.shape, weight.shape[0]):
             return self.otherwise.output(x, weight, bias)
-        left, right = quantise(x, E4M3), quantise(weight, E4M3).transposed
+        scales, right = self.scales, self._by_rows(weight).transposed
+        left = quantise(x, E4M3) if scales is None else scales.quantise_and_record(INPUT, x, E4M3)
         # A GPU may accumulate these sums in fewer bits than fp32, which is faster, but not those of gradients.
         return _product(left, right, x.dtype, bias=bias, fast=True)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         if not has_8bit_products(*grad.shape, weight.shape[1]):
             return self.otherwise.input_gradient(grad, weight)
-        return _product(quantise(grad, self.gradients), quantise(weight, E4M3), grad.dtype)
+        scales, right = self.scales, self._by_columns(weight)
+        left = quantise(grad, self.gradients) if scales is None else scales.quantise(GRADIENT, grad, self.gradients)
+        return _product(left, right, grad.dtype)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         if not has_8bit_products(*grad.shape, x.shape[1]):
             return self.otherwise.weight_gradient(grad, x)
-        return _product(quantise(grad, self.gradients).transposed, quantise(x, E4M3), grad.dtype)
+        if self.scales is None:
+            return _product(quantise(grad, self.gradients).transposed, quantise(x, E4M3), grad.dtype)
+        left = self.scales.quantise_and_record(GRADIENT, grad, self.gradients)
+        return _product(left.transposed, self.scales.quantise(INPUT, x, E4M3), grad.dtype)
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None:
         if not has_8bit_products(*grad.shape, x.shape[1]):
             self.otherwise.add_weight_gradient(total, grad, x, is_first=is_first)
         else:
             add_to(total, self.weight_gradient(grad, x), is_first=is_first)
+
+    def _by_rows(self, weight: Tensor) -> Quantised:
+        if self.weight is None or self.weight.values is None:
+            return self._rounded(weight)
+        return Quantised(self.weight.values, self.weight.scale)
+
+    def _by_columns(self, weight: Tensor) -> Quantised:
+        if self.weight is None or self.weight.transposed is None:
+            return self._rounded(weight)
+        return Quantised(self.weight.transposed.t(), self.weight.scale)
+
+    def _rounded(self, weight: Tensor) -> Quantised:
+        if self.weight is None:
+            return quantise(weight, E4M3)
+        scale = self.weight.scale
+        if self.scales is not None:
+            return Quantised(self.scales.quantise(WEIGHT, weight, E4M3).values, scale)
+        return Quantised((weight / scale.to(weight.dtype)).to(E4M3), scale)
 
 
 def float8_products(format: Fp8Format, otherwise: Products = TORCH) -> Products:

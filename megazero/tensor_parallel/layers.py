@@ -146,11 +146,12 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         assert split_dim < len(logical_shape) - 1, "a column-parallel layer cuts outputs"
         self._tp = tp
+        self.products = tp.products
         self.weight = sharded_parameter(tp, logical_shape, split_dim, init=init)
         self.bias = sharded_parameter(tp, logical_shape[:-1], split_dim, init=Init("zeros"), flat=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(self._tp, x, self.weight, self.bias, products=self._tp.products)
+        return column_linear(self._tp, x, self.weight, self.bias, products=self.products)
 
 
 class RowParallelLinear(nn.Module):
@@ -167,6 +168,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, tp: TensorParallel, *, logical_shape: tuple[int, int], init: Init) -> None:
         super().__init__()
         self._tp = tp
+        self.products = tp.products
         self.leaves_bias = False
         self.weight = sharded_parameter(tp, logical_shape, 1, init=init)
         self.bias = replicated_parameter(tp, logical_shape[:1], init=Init("zeros"), decay=False)
@@ -178,7 +180,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, activation: FusedGelu | None = None) -> Tensor:
         tp, weight, bias = self._tp, self._tp.use(self.weight), self._tp.use(self.bias)
-        linear = tp.linear(self.weight, tp.products)
+        linear = tp.linear(self.weight, self.products)
         if tp.communicator.size == 1:  # one partial sum, to which the bias can be added at once
             if activation is not None:
                 return _activated_linear(x, weight, bias, linear, activation)

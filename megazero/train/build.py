@@ -62,7 +62,10 @@ from megazero.report.writers import as_markdown, open_writers
 from megazero.rules.optimizer import optimizer_choice
 from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.deferred import DeferredGradients
-from megazero.tensor_parallel.float8 import float8_products
+from megazero.tensor_parallel.float8 import Float8Products, float8_products
+from megazero.tensor_parallel.float8_scales import PROGRESS_KEY as SCALES_KEY
+from megazero.tensor_parallel.float8_scales import DelayedRecipe, DelayedScales
+from megazero.tensor_parallel.float8_weights import QuantisedWeights, linear_layers
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.onednn import fastest_products
 from megazero.tensor_parallel.random import RandomRegions
@@ -87,8 +90,9 @@ from megazero.train.saving import (
     find_checkpoint,
     is_from_root,
 )
+from megazero.units import format_bytes
 from megazero.zero.engine import Engine, EngineSettings
-from megazero.zero.plan import DTYPES, resolve
+from megazero.zero.plan import DTYPES, Placement, resolve
 
 _REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
@@ -124,7 +128,8 @@ class RunComponents:
     random: the random states of dropout.  activations: which activations are recomputed, and where checkpoints lie.
     plan: the schedule of the pipeline stage.  deferred: the store for weight gradients that the schedule computes
     later, None if it does not.  trace: the timeline of its steps.  attention: the kernel that computes attention.
-    compiled: a description of what torch compiles.
+    compiled: a description of what torch compiles.  weights: their 8-bit form of a step, None where there is none.
+    scales: those of delayed scaling, None where 8-bit products find their scales themselves.
     """
 
     mesh: Mesh
@@ -139,6 +144,8 @@ class RunComponents:
     trace: AnyTrace
     attention: KernelChoice
     compiled: str | None = None
+    weights: QuantisedWeights | None = None
+    scales: DelayedScales | None = None
 
 
 def build_components(
@@ -176,13 +183,27 @@ def build_components(
     engine = _build_engine(config, model, mesh, buffers, ledger)
     searches = config.training.compile == "max"
     compiled = compile_blocks(model, as_a_whole=tp.within_compiled, searches=searches) if compiles else None
+    weights = _quantised_weights(config, model, engine, compiles=compiles)
     tokens = config.training.micro_batch_size * config.model.seq_length
     activation_bytes = tokens * config.model.hidden_size * tp.dtype.itemsize if tp.border.splits_sequence else 0
     buffers.resize(max(engine.largest_buffer_bytes, activation_bytes))  # gloo's reduce-scatter borrows its input's size
     return_freed_memory(mesh.device)
     trace = NO_TRACE if config.logging.pipeline_trace_dir is None else Trace(mesh.device)
     return RunComponents(
-        mesh, model, engine, random, activations, timers, buffers, plan, tp.deferred, trace, attention, compiled
+        mesh=mesh,
+        model=model,
+        engine=engine,
+        random=random,
+        activations=activations,
+        timers=timers,
+        buffers=buffers,
+        plan=plan,
+        deferred=tp.deferred,
+        trace=trace,
+        attention=attention,
+        compiled=compiled,
+        weights=weights,
+        scales=_delayed_scales(config, model, mesh, ledger),
     )
 
 
@@ -210,6 +231,52 @@ def tensor_parallel(
         head_products=products,
         within_compiled=compiles and _blocks_have_no_effects(config, splits_backward),
     )
+
+
+def _quantised_weights(config: RunConfig, model: GPT, engine: Engine, *, compiles: bool) -> QuantisedWeights | None:
+    """Return the 8-bit form of the blocks' weights that is made once a step, None where every product makes it."""
+    precision = config.precision
+    if precision.fp8_format is None or not (precision.fp8_cache_weights or precision.fp8_recipe == "delayed"):
+        return None
+    return QuantisedWeights(
+        {module: linear_layers(blocks) for module, blocks in model.consumers()},
+        count_changes=lambda: engine.num_weight_changes,
+        keeps_values=precision.fp8_cache_weights and engine.plan.parameter.placement is Placement.REPLICATED,
+        compiles=compiles,
+        searches=config.training.compile == "max",
+        ledger=engine.settings.ledger,
+    )
+
+
+def _delayed_scales(config: RunConfig, model: GPT, mesh: Mesh, ledger: AnyLedger) -> DelayedScales | None:
+    """Return the scales by which this rank's layers round, of all that the model has; None without delayed scaling."""
+    precision = config.precision
+    if precision.fp8_format is None or precision.fp8_recipe != "delayed":
+        return None
+    layers = {name: linear_layers([block]) for name, block in model.layers.items()}
+    return DelayedScales(
+        {
+            int(name) * len(held) + index: layer.products
+            for name, held in layers.items()
+            for index, layer in enumerate(held)
+            if isinstance(layer.products, Float8Products)
+        },
+        DelayedRecipe(
+            precision.fp8_margin,
+            precision.fp8_amax_history_len,
+            precision.fp8_amax_compute_algo,
+            first_gradient_scale=float(_num_positions(config, mesh)),
+        ),
+        num_layers=config.model.num_layers * len(next(iter(layers.values()))),
+        world=mesh.world,
+        device=mesh.device,
+        ledger=ledger,
+    )
+
+
+def _num_positions(config: RunConfig, mesh: Mesh) -> int:
+    """Return the number of token positions of a global batch."""
+    return derived.global_batch_size(config, mesh.topology.world_size) * config.model.seq_length
 
 
 def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger) -> Engine:
@@ -267,6 +334,7 @@ def step_context(config: RunConfig, components: RunComponents) -> StepContext:
         attention=components.attention.kernel,
         decayed=[group for group in components.engine.settings.optimizer.options if group.get("weight_decay")],
         decoupled=_decoupled_groups(config, components),
+        scales=components.scales,
     )
 
 
@@ -360,6 +428,9 @@ def _assemble_on(
     components = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
     if components.attention.line:
         console.line(components.attention.line)
+    if components.weights is not None:
+        kept = f"{format_bytes(components.weights.kept_bytes)} of values" if components.weights.kept_bytes else "scales"
+        console.line(f"8-bit form of weights: {kept} on this rank, made once a step")
     if components.compiled is not None:
         console.line(f"torch.compile: {components.compiled}, at the first step")
     elif config.training.compile_num_layers > 1:
@@ -481,6 +552,10 @@ def _resume(
     if config.checkpoint.finetune:
         return _Resumed(TrainState(scaler.start()), schedule, checkpoint, fallback)
     state = TrainState.from_json(checkpoint.progress, step=checkpoint.step)
+    if components.scales is not None and SCALES_KEY in checkpoint.progress:
+        components.scales.restore(checkpoint.progress[SCALES_KEY])
+    elif components.scales is not None:
+        console.line(f"{checkpoint.folder} has no scales of 8-bit numbers: delayed scaling begins without a history")
     if not (scaler.dynamic and checkpoint.progress.get("loss_scale_is_dynamic")):
         state.loss_scale = scaler.start()  # a constant scale is no state of a dynamic one
     if not weights_only:
@@ -545,6 +620,7 @@ def _saver(
         saved_iteration=resumed.state.iteration if goes_on_in_root else None,
         lock=lock,
         retention=Retention(config.checkpoint.keep_last, config.checkpoint.keep_every),
+        scales=components.scales,
     )
     last = _last_iteration(config, resumed.state, components.mesh.topology.world_size)
     steps = steps_to_save(resumed.state.iteration, last, config.checkpoint.save_interval)

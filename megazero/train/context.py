@@ -14,6 +14,7 @@ from megazero.parallel.layer_split import Chunk
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace
 from megazero.tensor_parallel.deferred import DeferredGradients
+from megazero.tensor_parallel.float8_scales import DelayedScales
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
 
@@ -65,6 +66,7 @@ class StepContext:
     deferred: the store for weight gradients that the schedule computes later, None if it does not.
     attention: the kernel that attention prefers (`attention_kernel.py`), None for torch's own choice.
     decayed, decoupled: the optimizer's param groups that have a weight decay, and a learning rate of their own.
+    scales: those of 8-bit numbers that follow from earlier steps, None without delayed scaling.
     """
 
     engine: Engine
@@ -81,3 +83,4 @@ class StepContext:
     attention: str | None = None
     decayed: Sequence[dict[str, Any]] = ()
     decoupled: Sequence[dict[str, Any]] = ()
+    scales: DelayedScales | None = None

@@ -25,6 +25,8 @@ from megazero.config.run import FIELDS, CheckpointConfig, RunConfig
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.files import written_aside
 from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
+from megazero.tensor_parallel.float8_scales import PROGRESS_KEY as SCALES_KEY
+from megazero.tensor_parallel.float8_scales import DelayedScales
 from megazero.train.start import find_start
 from megazero.zero.engine import Engine
 
@@ -35,7 +37,7 @@ class Saver:
 
     extra: entries of a checkpoint's progress beside the counters, unchanged through the run.
     saved_iteration: the iteration that the run was resumed from, if that checkpoint lies under `root`.
-    lock: the lock of `root`, on rank 0.
+    lock: the lock of `root`, on rank 0.  scales: those of delayed scaling, None without it.
     """
 
     root: Path
@@ -48,6 +50,7 @@ class Saver:
     saved_iteration: int | None = None
     lock: FolderLock | None = None
     retention: Retention = ALL_STAY
+    scales: DelayedScales | None = None
 
     def check_space(self, steps: Sequence[int], kinds: Sequence[StateKind]) -> str:
         """Compare the free space under `root` with the checkpoints of these steps, on all ranks; return a notice.
@@ -90,6 +93,8 @@ class Saver:
         self.engine.ensure_parameters()
         progress = {**state.to_json(), **self.extra, PROGRESS_KEY: self.run.to_json()}
         progress |= numbers_entry(numbers_of_all(self.engine, control=self.mesh.control))
+        if self.scales is not None:
+            progress[SCALES_KEY] = self.scales.to_json()
         draft = Draft(self.root, state.iteration, progress, self.config_yaml, self.lock, self.retention)
         fragments = saved_fragments(self.engine, with_optimizer=self.with_optimizer)
         return save(draft, fragments, control=self.mesh.control)

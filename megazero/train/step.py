@@ -54,6 +54,8 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     """Run forward and backward over the micro-batches, reduce and clip gradients, and update parameters."""
     engine = context.engine
     engine.begin_step()
+    if context.scales is not None:
+        context.scales.begin_step()
     actions = context.plan.step(len(batch.micro_batches))
     num_positions = batch.num_positions * context.mesh.topology.dp
     passes = StagePasses(context, batch.micro_batches, actions, multiplier=controls.loss_scale / num_positions)
@@ -75,5 +77,7 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     scale = engine.predivisor * num_positions / num_tokens / controls.loss_scale
     lr = controls.lr if controls.decoupled_lr is None else None
     update = update_parameters(engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=lr)
+    if context.scales is not None:
+        context.scales.end_step(update.skipped)
     skipped = torch.zeros_like(stop) if update.skipped is None else update.skipped
     return StepReport(loss_sum / num_tokens, update.grad_norm, stop, skipped, reduced.first_overflow.to(stop.dtype))

@@ -133,6 +133,8 @@ class Engine:
         """The factor by which gradients are multiplied where a user reads them; the caller of `update` sets it."""
         self.has_gradients = False
         """True while the gradients of a whole step exist: from its last backward until the next step begins."""
+        self.num_weight_changes = 0
+        """The number of times that weights have changed, by which what is computed from them is found out of date."""
         self._are_averages = False  # the gradients, which are sums until user code reads them
         self._has_accumulated = False  # gradients since the step began
         self._as_gathered: dict[str, Tensor] = {}  # bytes of parameters that a block reads, where that is checked
@@ -391,6 +393,7 @@ class Engine:
         self._gather.release_all()
         self._publisher.ensure_all()  # of units that no forward has used since the step before
         self._update.apply(inputs, self._reducer.scratch, absent)
+        self.num_weight_changes += 1
 
     def release_all(self) -> None:
         """Release all gathered parameters that are not pinned."""
@@ -457,6 +460,7 @@ class Engine:
         With weights_only (no moments), master weights are then rounded to the working dtype, unless the configuration
         loads float32 weights.
         """
+        self.num_weight_changes += 1
         self._gather.release_all()  # gathered parameters are copies of the old values
         for bucket in self.layout.trainable_buckets:
             self._shards.copy_master_to_working(bucket)
@@ -501,6 +505,7 @@ class Engine:
         """Copy a parameter's master weights, which a user has written to, to all ranks' copies; a collective call."""
         self._gather.check_unpinned("setting master weights")
         section, _ = self._slots[name]
+        self.num_weight_changes += 1
         self._gather.release_all()
         for bucket in section.buckets:
             self._shards.copy_master_to_working(bucket)
@@ -560,6 +565,7 @@ class Engine:
                 given = f"parameter {name}, which has become another tensor in GatheredParameters"
                 problems.append(Problem(given, rule, "values of its own form"))
             if modifier_rank is not None:
+                self.num_weight_changes += 1
                 self.written.find()
                 self._broadcast_value(name, modifier_rank)
                 self.written.accept(name)

@@ -186,6 +186,7 @@ def test_what_is_legal_instead_is_a_setting() -> None:
         ("--fp8-e4m3", "e4m3"),
         ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 0 --fp8-interval 1", "hybrid"),
         ("--fp8-format hybrid --fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent", "hybrid"),
+        ("--fp8 --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-margin 1", "hybrid"),
         ("--fp8 false", None),
     ],
 )
@@ -197,11 +198,6 @@ def test_flags_of_8bit_products(words: str, format: str | None) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--fp8-recipe delayed", "legal: --fp8-recipe tensorwise"),
-        ("--fp8-recipe mxfp8", "legal: --fp8-recipe tensorwise"),
-        ("--fp8-margin 1", "legal: --fp8-margin 0"),
-        ("--fp8-amax-history-len 1024", "legal: --fp8-amax-history-len 1"),
-        ("--fp8-amax-compute-algo max", "legal: --fp8-amax-compute-algo most_recent"),
         ("--no-fp8-wgrad", "all three products are of 8-bit numbers"),
         ("--fp8-param-gather", "gathered in --precision"),
         ("--first-last-layers-bf16", "the linear layers of all blocks have one number format"),
@@ -216,6 +212,11 @@ def test_8bit_effects_that_are_not_there_are_refused(words: str, told: str) -> N
         parse([*GOOD, "--bf16", "--fp8-format", "hybrid", *words.split()])
     (problem,) = error.value.problems
     assert problem.given == words and problem.rule.startswith("refused: ") and told in str(problem)
+
+
+def test_other_recipes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensorwise, delayed"):
+        parse([*GOOD, "--bf16", "--fp8", "--fp8-recipe", "mxfp8"])
 
 
 def test_two_formats_of_8bit_products_clash() -> None:

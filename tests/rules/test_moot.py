@@ -38,6 +38,8 @@ STAGE_3: Settings = {"zero_stage": 3}
 INCREASE: Settings = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.01, "end_weight_decay": 0.1}
 FP16: Settings = {"precision": "fp16"}
 BF16: Settings = {"precision": "bf16"}
+FP8: Settings = {**BF16, "fp8_format": "hybrid"}
+DELAYED: Settings = {"fp8_recipe": "delayed"}
 FULL: Settings = {"recompute_granularity": "full"}
 STATIC: Settings = {**FP16, "loss_scale": 8}
 LOADED: Settings = {"load": "ckpt"}
@@ -119,6 +121,13 @@ RUN_CASES = (
     Case("compile_num_layers", 2, ERROR, {"recompute_granularity": "selective"}, {"compile": "on"}),
     Case("compile_num_layers", 2, ERROR, FULL, {**FULL, "recompute_num_layers": 2}),
     Case("attention_backend", "flash3", NOTICE, {"device": "cpu"}, {"device": "cuda"}),
+    Case("fp8_cache_weights", True, ERROR, BF16, FP8),
+    Case("fp8_cache_weights", True, ERROR, {**FP8, **DELAYED, **STAGE_3}, {**FP8, **DELAYED}),
+    Case("fp8_recipe", "delayed", ERROR, BF16, FP8),
+    Case("fp8_margin", 1, ERROR, FP8, {**FP8, **DELAYED}),
+    Case("fp8_amax_history_len", 9, ERROR, FP8, {**FP8, **DELAYED, "fp8_amax_compute_algo": "max"}),
+    Case("fp8_amax_history_len", 9, ERROR, {**FP8, **DELAYED}, {**FP8, **DELAYED, "fp8_amax_compute_algo": "max"}),
+    Case("fp8_amax_compute_algo", "max", ERROR, {**FP8, **DELAYED}, {**FP8, **DELAYED, "fp8_amax_history_len": 9}),
     Case("compile", "max", ERROR, {"device": "cpu"}, {"device": "cuda"}),
     Case("attention_backend", "efficient", NOTICE, {"device": "cpu"}, {"device": "cuda"}),
     Case("attention_backend", "flash", NOTICE, {"device": "cpu"}, {"device": "cpu", "attention_dropout": 0}),
@@ -508,6 +517,11 @@ def test_what_a_model_decides_for_itself() -> None:
         ("logits_chunk_bytes", 9),
         ("zero3_reshard_after", "window"),
         ("fp8_format", "hybrid"),
+        ("fp8_cache_weights", True),
+        ("fp8_recipe", "delayed"),
+        ("fp8_margin", 1),
+        ("fp8_amax_history_len", 2),
+        ("fp8_amax_compute_algo", "max"),
     ):
         with pytest.raises(ConfigError) as caught:
             load_engine_config(mapping({"zero_stage": 3, "precision": "bf16", setting: value}))

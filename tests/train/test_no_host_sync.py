@@ -50,6 +50,7 @@ from megazero.zero import written
 OURS = str(Path(megazero.__file__).parent)
 STEPS = 3
 META = torch.device("meta")
+EIGHT_BITS = {"hidden_size": 32, "micro_batch_size": 4}  # sizes that such products support
 
 # Operations that read values; indexing by a mask does too, because the size of its result depends on the mask.
 READING = frozenset(["_local_scalar_dense", "is_nonzero", "nonzero", "equal", "allclose", "masked_select", "bincount"])
@@ -176,6 +177,7 @@ def test_a_step_of_two_processes_waits_for_nothing(stage: int, precision: str) -
         ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}, {"pp": 2}),
         ({"pipeline_model_parallel_size": 2, "reset_position_ids": True, "reset_attention_mask": True}, {"pp": 2}),
         ({"hidden_dropout": 0.1, "attention_dropout": 0.1, "recompute_granularity": "full"}, {"dp": 2}),
+        ({"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_cache_weights": True, **EIGHT_BITS}, {"dp": 2}),
     ],
     ids=str,
 )

@@ -1,0 +1,151 @@
+"""Delayed scaling: the scales of 8-bit numbers follow from the maxima of earlier steps, not from the tensor itself.
+
+A product then rounds its operands without searching for their maxima first; the maximum that it finds beside counts
+for later steps.  The rule is that of NVIDIA's TransformerEngine, once a step, with M the format's largest number:
+
+    history   the maxima of the last steps [steps, tensors], the newest first
+    amax      the newest maximum ("most_recent"), or the largest of the history ("max")
+    scale     M / amax / 2^margin; where amax is 0, the scale before
+    q         x scale, limited to [-M, M], rounded to 8 bits
+
+A maximum is that of the whole tensor, over all micro-batches of a step: one all-reduce over all ranks at the end of the
+step, of 12 fp32 figures a layer of the model.  Infinities and NaNs do not count.  So every layout rounds by the same
+scales.  The history of all layers is on every rank, and in every checkpoint, whatever the layout.  A step that is
+skipped leaves it as it was.
+
+Rounding takes one pass where it is compiled with its block; elsewhere an fp32 copy of x lies between.
+
+Before the first maximum is known a scale is 1; that of gradients is the number of tokens by which the loss is divided,
+without which most of the first step's gradients would be rounded to 0.
+"""
+
+import base64
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.comm.interface import Communicator
+from megazero.config.engine_sections import AmaxAlgorithm
+from megazero.errors import DamageError, Problem
+from megazero.memory.ledger_interface import AnyLedger, NullLedger
+from megazero.tensor_parallel.float8 import E4M3, GRADIENT, INPUT, Float8Products, LayerScales
+
+PROGRESS_KEY = "fp8_scales"
+_KINDS = 3  # tensors of a layer: input, weight, gradient
+
+
+class DelayedRecipe(NamedTuple):
+    """The settings of delayed scaling; first_gradient_scale: the scale of gradients before the first maximum."""
+
+    margin: int
+    history_len: int
+    algorithm: AmaxAlgorithm
+    first_gradient_scale: float = 1.0
+
+
+def following_scales(history: Tensor, scales: Tensor, largest: Tensor, recipe: DelayedRecipe) -> Tensor:
+    """Return the scales [tensors] that follow from a history [steps, tensors] and the scales before.
+
+    largest [tensors]: the largest number of each tensor's format.
+    """
+    amax = history[0] if recipe.algorithm == "most_recent" else history.amax(0)
+    found = (largest / amax / 2.0**recipe.margin).nan_to_num()  # an amax next to 0 makes it infinite
+    return torch.where(amax > 0, found, scales)
+
+
+class DelayedScales:
+    """The scales and the history of all layers of a model, the same on every rank."""
+
+    def __init__(
+        self,
+        layers: Mapping[int, Float8Products],
+        recipe: DelayedRecipe,
+        *,
+        num_layers: int,
+        world: Communicator,
+        device: torch.device,
+        ledger: AnyLedger | None = None,
+    ) -> None:
+        """Let products round by delayed scales.
+
+        layers: those of this rank by their number among the model's num_layers linear layers; there is at least one.
+        """
+        self._recipe, self._world = recipe, world
+        gradients = next(iter(layers.values())).gradients
+        row = torch.tensor([torch.finfo(dtype).max for dtype in (E4M3, E4M3, gradients)], device=device)
+        self._largest = row.repeat(num_layers)
+        self.history = torch.zeros(recipe.history_len, num_layers * _KINDS, device=device)
+        self.scales = torch.tensor([1.0, 1.0, recipe.first_gradient_scale], device=device).repeat(num_layers)
+        self._rows = torch.tensor(list(layers), device=device)
+        # Tensors of their own, no views of one: compiled code writes to the maxima of several layers.
+        self._own_scales = [torch.empty(_KINDS, device=device) for _ in layers]
+        self._maxima = [torch.empty(_KINDS, device=device) for _ in layers]
+        self._of_activations = [maxima[kind] for maxima in self._maxima for kind in (INPUT, GRADIENT)]
+        for products, scales, maxima in zip(layers.values(), self._own_scales, self._maxima, strict=True):
+            products.scales = LayerScales(scales, maxima)
+        self._publish()
+        for tensor in (self._largest, self.history, self.scales, self._rows, *self._own_scales, *self._maxima):
+            (ledger or NullLedger()).tag(tensor, "parameters")
+
+    def begin_step(self) -> None:
+        """Forget the maxima that evaluations have found, but for those of weights, which are the same in the step."""
+        torch._foreach_zero_(self._of_activations)
+
+    def end_step(self, skipped: Tensor | None) -> None:
+        """Enter the step's maxima into the history, and set the scales of the next one; a collective call.
+
+        skipped: not 0 if the step was not taken, which leaves everything as it was; None: it was.
+        """
+        own = torch.stack(self._maxima).nan_to_num(nan=0.0, posinf=0.0)
+        maxima = torch.zeros_like(self.scales).view(-1, _KINDS).index_copy_(0, self._rows, own).view(-1)
+        self._world.all_reduce_scalars(maxima, "max").wait()
+        history = torch.cat([maxima[None], self.history[:-1]])
+        scales = following_scales(history, self.scales, self._largest, self._recipe)
+        if skipped is not None:
+            history = torch.where(skipped > 0, self.history, history)
+            scales = torch.where(skipped > 0, self.scales, scales)
+        self.history.copy_(history)
+        self.scales.copy_(scales)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Copy the scales to the layers, and forget the maxima of the step."""
+        rows = self.scales.view(-1, _KINDS).index_select(0, self._rows)
+        torch._foreach_copy_(self._own_scales, list(rows.unbind()))
+        torch._foreach_zero_(self._maxima)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return scales and history as a checkpoint stores them."""
+        values = torch.cat([self.scales[None], self.history]).cpu()
+        text = base64.b64encode(zlib.compress(values.numpy().tobytes())).decode()
+        return {"history_len": len(self.history), "tensors": values.shape[1], "fp32": text}
+
+    def restore(self, saved: object) -> None:
+        """Take scales and history from a checkpoint, as many of its newest steps as the history here holds.
+
+        Raises DamageError if they are not those of this model.
+        """
+        values = _values(saved, num_tensors=len(self.scales)).to(self.scales.device)
+        num_steps = min(len(values) - 1, len(self.history))
+        self.scales.copy_(values[0])
+        self.history.zero_()
+        self.history[:num_steps] = values[1 : num_steps + 1]
+        self._publish()
+
+
+def _values(saved: Any, *, num_tensors: int) -> Tensor:
+    """Return a checkpoint's scales and, below them, its history [1 + steps, tensors]."""
+    try:
+        stored = bytearray(zlib.decompress(base64.b64decode(saved["fp32"])))
+        values = torch.frombuffer(stored, dtype=torch.float32).view(1 + saved["history_len"], saved["tensors"])
+    except (KeyError, TypeError, ValueError, RuntimeError, zlib.error) as error:
+        given = f"the checkpoint's {PROGRESS_KEY}, {str(saved)[:200]}"
+        rule = "it has the scales of 8-bit products and their history, packed"
+        raise DamageError(Problem(given, rule, "another checkpoint")) from error
+    if values.shape[1] != num_tensors or not bool(values.isfinite().all()):
+        given = f"the checkpoint's {PROGRESS_KEY} of {values.shape[1]} tensors"
+        raise DamageError(Problem(given, f"finite scales of the model's {num_tensors} tensors", "another checkpoint"))
+    return values
