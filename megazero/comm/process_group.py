@@ -1,12 +1,15 @@
 """torch.distributed behind the communicator interface.
 
-Three choices are made here and nowhere else.  *Calls*: methods of the group itself are called, not the functions of
+Four choices are made here and nowhere else.  *Calls*: methods of the group itself are called, not the functions of
 torch.distributed around them, which look a group up in torch's list and cost several Python calls a message.  *Names*:
 torch 2.13 renamed the single-tensor collectives (`all_gather_single`, `reduce_scatter_single`); whichever exists is
 used.  *Algorithm*: gloo's reduce-scatter is an
 all-reduce that discards most of its result, and its all-gather and all-to-all copy what a rank sends to itself.  On
 gloo both are made of messages: every rank sends every other one its slice, from the input's memory into the output's,
 and sums up what it receives (in rank order; bfloat16 in float32).  That is the ring's number of bytes, without a copy.
+*Directions*: gloo locks a connection while it writes to it, and its thread that reads from the same connection looks
+for the lock without a pause until then.  So of an axis with two groups every connection carries messages in one
+direction, which takes half the processor's time.
 """
 
 from collections import deque
@@ -33,21 +36,33 @@ _ALL_GATHER: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist
 _REDUCE_SCATTER: Any = (
     getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 )
-_TAG = 0  # of messages: those between two ranks of a group keep their order
+# Tags of messages: those between two ranks of a group that have the same tag keep their order.  Two communicators of
+# one axis share its groups, so each adds its lane, 0 or 1.
+_TAG, _LABEL, _GATHER = 0, 2, 4
 # Tags of a gather's messages follow from their size: where ranks gather different things by mistake, messages of
 # different sizes never meet, for which gloo would end the process.
-_MAX_TAG = 2**31 - 2
+_GATHER_TAGS = 2**30 - _GATHER
 
 
 class ProcessGroupCommunicator:
     """The collectives of one torch process group; gloo's reduce-scatter borrows memory from `scratch`."""
 
-    def __init__(self, group: dist.ProcessGroup, scratch: Scratch) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, scratch: Scratch, *, beside: dist.ProcessGroup | None = None, lane: int = 0
+    ) -> None:
+        """beside: another group of the same ranks, so that messages of each direction have connections of their own.
+
+        lane: 0 or 1; the communicator that has the two groups the other way round has the other number.
+        """
         self._group = group
         self._scratch = scratch
         self.size = group.size()
         self.rank = group.rank()
         self._exchanges = group.name() == "gloo"
+        self._lane = lane
+        groups = (group, group if beside is None else beside)
+        # The group over which messages go up to higher ranks, and the one over which they come down.
+        self._up, self._down = groups[lane], groups[1 - lane]
         self._in_flight: deque[_Exchange] = deque()
 
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
@@ -90,15 +105,15 @@ class ProcessGroupCommunicator:
         if slices[self.rank].data_ptr() != input.data_ptr():
             slices[self.rank].copy_(input)
         check = None if label is None or self.size == 1 else self._compare(label)
-        tag = 1 + input.numel() * input.element_size() % _MAX_TAG
+        tag = _GATHER + 2 * (input.numel() * input.element_size() % _GATHER_TAGS)
         works = [work for peer in self._peers() for work in self._swap(slices[self.rank], slices[peer], peer, tag)]
         return self._retain(_Exchange(works, check))
 
     def _compare(self, label: int) -> Callable[[], None]:
         """Send the label to the next rank; return a function that waits for that of the rank before, and compares."""
         before, sent, received = (self.rank - 1) % self.size, torch.tensor([label]), torch.empty(1, dtype=torch.int64)
-        receiving = self._group.recv([received], before, _TAG)
-        sending = self._group.send([sent], (self.rank + 1) % self.size, _TAG)
+        receiving = self._receive(received, before, _LABEL)
+        sending = self._send(sent, (self.rank + 1) % self.size, _LABEL)
 
         def check() -> None:
             receiving.wait()
@@ -135,8 +150,14 @@ class ProcessGroupCommunicator:
 
     def _swap(self, mine: Tensor, theirs: Tensor, peer: int, tag: int = _TAG) -> list[Any]:
         """Begin to send `mine` to rank `peer`, and to receive `theirs` from it."""
-        receiving = self._group.recv([theirs], peer, tag)
-        return [receiving, self._group.send([mine], peer, tag)]
+        receiving = self._receive(theirs, peer, tag)
+        return [receiving, self._send(mine, peer, tag)]
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        return (self._up if peer > self.rank else self._down).send([tensor], peer, tag + self._lane)
+
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        return (self._down if peer > self.rank else self._up).recv([tensor], peer, tag + self._lane)
 
     def _peers(self) -> list[int]:
         """Return the other ranks, every rank beginning with the one behind it, so that no two begin with the same."""

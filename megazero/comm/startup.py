@@ -135,12 +135,15 @@ def make_mesh(
     groups = make_groups(topology, rank, device, limits)
     if topology.world_size > 1:
         groups[WORLD] = default_group()
-    axes = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
-    axes |= dict.fromkeys(channel_keys(topology.pp), "pp")
+    axes = {axis: axis for axis in (*AXES, ENDS, WORLD)} | dict.fromkeys(channel_keys(topology.pp), "pp")
     communicators: dict[str, Communicator] = {
         key: MeteredCommunicator(_communicator(groups.get(key), scratch), axis, meter, key)
         for key, axis in axes.items()
+        if axis != "dp"
     }
+    both = data_parallel(groups.get("dp"), groups.get(GATHERING), scratch)
+    for key, communicator in zip(("dp", GATHERING), both, strict=True):
+        communicators[key] = MeteredCommunicator(communicator, "dp", meter, key)
     if topology.world_size > 1 and not carries_cpu_tensors(default_group()):
         group = gloo_maker(limits).make(Split(CONTROL, WORLD, topology.groups(WORLD)), rank)
         communicators[CONTROL] = MeteredCommunicator(_communicator(group, NO_SCRATCH), WORLD, meter, CONTROL)
@@ -169,6 +172,18 @@ def _connect_stages(mesh: Mesh) -> None:
             elif stage == target:
                 mesh.channel(key, link=link).receive_into(message, source).wait()
     mesh.meter.reset()
+
+
+def data_parallel(
+    first: dist.ProcessGroup | None, second: dist.ProcessGroup | None, scratch: Scratch
+) -> tuple[Communicator, Communicator]:
+    """Return the two communicators of the data-parallel axis, which share its two groups; None for an axis of one."""
+    if first is None or second is None:
+        return LocalCommunicator(), LocalCommunicator()
+    return (
+        ProcessGroupCommunicator(first, scratch, beside=second),
+        ProcessGroupCommunicator(second, scratch, beside=first, lane=1),
+    )
 
 
 def _communicator(group: dist.ProcessGroup | None, scratch: Scratch) -> Communicator:

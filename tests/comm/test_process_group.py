@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from support.processes import run_ranks
 from torch import Tensor
 
-from megazero.comm.interface import LabelMismatch
+from megazero.comm.interface import LabelMismatch, Work
 from megazero.comm.process_group import ProcessGroupCommunicator
+from megazero.comm.startup import data_parallel
 from megazero.memory.fused_buffers import FusedBuffers
 
 pytestmark = pytest.mark.gloo
@@ -265,6 +266,36 @@ def start_before_the_others(rank: int, folder: Path) -> list[bool]:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_call_waits_for_nobody(size: int, tmp_path: Path) -> None:
     assert run_ranks(size, start_before_the_others, tmp_path) == [[True, True]] * size
+
+
+def both_ways(rank: int, size: int) -> list[list[list[float]]]:
+    """Begin the same calls on the two communicators of one axis, on every second rank in another order."""
+    groups = [dist.new_group(list(range(size))) for _ in range(2)]
+    axes = data_parallel(*groups, FusedBuffers(BUFFER_BYTES, torch.device("cpu")))
+    begun: dict[int, list[tuple[Tensor, Work]]] = {}
+    for number in (0, 1) if rank % 2 else (1, 0):
+        short, long = tensor(rank, torch.float32) + number, tensor(rank, torch.float32, size * NUMEL) + number
+        labelled, gathered, scattered = torch.empty_like(long), torch.empty_like(long), torch.empty_like(short)
+        begun[number] = [
+            (labelled, axes[number].all_gather_into(labelled, short, 5 + number)),
+            (scattered, axes[number].reduce_scatter_into(scattered, long)),
+            (gathered, axes[number].all_gather_into(gathered, short)),
+        ]
+    for _, work in (*begun[0], *begun[1]):
+        work.wait()
+    return [[output.tolist() for output, _ in begun[number]] for number in (0, 1)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_two_communicators_share_two_groups(size: int) -> None:
+    """Messages of one direction share a connection, and yet each communicator gets its own."""
+    everyone = np.concatenate([values(rank) for rank in range(size)])
+    total = sum(values(rank, size * NUMEL) for rank in range(size))
+    for rank, found in enumerate(run_ranks(size, both_ways, size)):
+        mine = total[rank * NUMEL : (rank + 1) * NUMEL]
+        for number, outputs in enumerate(found):
+            gathered = (everyone + number).tolist()
+            assert outputs == [gathered, (mine + size * number).tolist(), gathered]
 
 
 def forgetful(rank: int, size: int, number: int) -> list[list[float]]:

@@ -30,7 +30,7 @@ from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import CONTROL, GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
-from megazero.comm.startup import carries_cpu_tensors, make_mesh
+from megazero.comm.startup import carries_cpu_tensors, data_parallel, make_mesh
 from megazero.errors import Problem, TopologyError
 from megazero.memory.lease import NO_SCRATCH, Scratch
 from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
@@ -95,14 +95,16 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
     tensor = [dist.get_rank()] if groups.tensor is None else dist.get_process_group_ranks(groups.tensor)
     _check_ranks(data, tensor)
     limits = Limits(collectives=_limit(device), joining=_limit(device))
-    over_data, over_tensor = _communicator(groups.data, scratch), _communicator(groups.tensor, scratch)
+    second = _second_group(data, device, GATHERING, group_maker(device, limits))
+    over_data, gathering = data_parallel(groups.data if len(data) > 1 else None, second, scratch)
+    over_tensor = _communicator(groups.tensor, scratch)
     inner: dict[str, Communicator] = {
         "pp": LocalCommunicator(),
         "dp": over_data,
         "tp": over_tensor,
         WORLD: _product(over_data, over_tensor),
         ENDS: LocalCommunicator(),
-        GATHERING: _communicator(_second_group(data, device, GATHERING, group_maker(device, limits)), scratch),
+        GATHERING: gathering,
     }
     if not all(carries_cpu_tensors(group) for group in groups if group is not None):
         axes = {"dp": data} if groups.tensor is None else {"dp": data, "tp": tensor}
