@@ -47,6 +47,8 @@ from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.rules import moot
 from megazero.rules import run as rules
 
+# The most legal names that a message lists; of more, those near to the one that was given.
+_MOST_LISTED = 10
 # Flags that name further sources of settings, with the form in which each is written.
 _SOURCES: Mapping[str, str] = MappingProxyType(
     {
@@ -219,7 +221,7 @@ def _take_rows(
     """Add the settings of the rows that `words` name by the flag `source`."""
     for name in _values(words, source):
         if name not in rows:
-            near = difflib.get_close_matches(name, rows, n=3, cutoff=0.3)
+            near = difflib.get_close_matches(name, rows, n=3, cutoff=0.3) if len(rows) > _MOST_LISTED else ()
             legal = ", ".join(near or rows)
             gathered.problems.append(Problem(f"--{source} {name}", f"there is no {source} of this name", legal))
             continue

@@ -159,8 +159,14 @@ ROWS: dict[str, Row] = {
         ("3 configuration errors", "--hidden-dropout 1.5", "less than 1", "--seed -1", "at least 0", "--lr 0"),
     ),
     "flags without a meaning here": Row(
-        {"--pp-partition-method": "uniform", "--swiglu": ""},
-        ("--pp-partition-method", "--pipeline-split", "--swiglu", "the model is GPT-2", "leave out --swiglu"),
+        {"--decoder-first-pipeline-num-layers": "1", "--swiglu": ""},
+        (
+            "--decoder-first-pipeline-num-layers",
+            "--pipeline-split",
+            "--swiglu",
+            "the model is GPT-2",
+            "leave out --swiglu",
+        ),
     ),
     "two precisions": Row({"--bf16": "", "--fp16": ""}, ("--bf16 and --fp16", "both set --precision", "one of the")),
     "no such precision": Row({"--precision": "fp8"}, ("--precision fp8", "is one of", "fp64, fp32, bf16, fp16")),
@@ -176,7 +182,7 @@ ROWS: dict[str, Row] = {
         ("--lr-warmup-iters 9", "at step 4", "--lr-warmup-iters 3, --lr-decay-iters 10"),
     ),
     "a run without length": Row({"--train-iters": None}, ("neither --train-iters", "has a length", "--train-iters N")),
-    "an unknown preset": Row({"--preset": "gpt2-125m"}, ("--preset gpt2-125m", "no preset", "gpt2-124m, gpt2-1.5b")),
+    "an unknown preset": Row({"--preset": "gpt2-125m"}, ("--preset gpt2-125m", "no preset", "gpt2-124m, gpt2-355m")),
     "an unknown ZeRO configuration": Row({"--zero-config": "C6"}, ("--zero-config C6", "of this name", "C1, C2, C3")),
     "no such file of settings": Row(FILE, ("{folder}/run.yaml", "can't be read: No such file", "a YAML file")),
     "a file that is not YAML": Row(
