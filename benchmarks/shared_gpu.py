@@ -36,7 +36,7 @@ class _Copied:
 class OverHost(ProcessGroupCommunicator):
     """A communicator that copies every tensor to the host, has gloo send it, and copies the result back."""
 
-    def __init__(self, group: dist.ProcessGroup, scratch: Scratch) -> None:
+    def __init__(self, group: dist.ProcessGroup, scratch: Scratch, **_: object) -> None:
         super().__init__(group, scratch)
         self._exchanges = False  # use gloo's own collectives, which need no memory of the device
 
