@@ -39,6 +39,7 @@ from megazero.dialects.megatron import (
     FROM_VOCAB_FILE,
     IMPLIED,
     INSTEAD,
+    NO_TOKENIZER,
     REFUSED,
     SHORTHANDS,
     TOKENIZERS,
@@ -319,6 +320,10 @@ def _with_own_tokenizer(gathered: _Gathered, raw: Sequence[RawValue]) -> list[Ra
             item = replace(item, value=own)
         elif item.name == "vocab_file" and FROM_VOCAB_FILE in types:
             item = replace(item, name="tokenizer_model")
+        elif item.name == "tokenizer_type" and _only_word(item) == NO_TOKENIZER:
+            rule = "without a tokenizer ids have no text, and --vocab-size counts all of them"
+            gathered.notices.append(f"{item.source}: accepted, without effect: {rule}")
+            continue
         items.append(item)
     return items
 

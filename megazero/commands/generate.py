@@ -19,7 +19,7 @@ from megazero.errors import CheckpointError, ConfigError, Problem, raise_problem
 from megazero.generate.model_layout import ACROSS, choose_layout
 from megazero.parallel.launch import Launch
 from megazero.prepare.arguments import add_tokenizer_arguments, with_tokenizer_flags
-from megazero.train.inputs import tokenizer_spec
+from megazero.train.inputs import find_tokenizer
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -79,13 +79,13 @@ def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
 
 
 def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_size: int) -> Tokenizer:
-    """Return the run's tokenizer, or the one of the flags.
+    """Return the tokenizer of the flags or the run's, or else the one that the run's corpora name.
 
     Raises ConfigError if neither is set, CheckpointError if its vocabulary is larger than the model's.
     """
-    spec = tokenizer_spec(with_tokenizer_flags(data, options))
+    spec = find_tokenizer(with_tokenizer_flags(data, options))
     if spec is None:
-        given = "the run's configuration names no tokenizer"
+        given = "the run's configuration names no tokenizer, and its corpora none whose files are there"
         raise ConfigError(Problem(given, "text needs one", "--tokenizer-type " + ", ".join(FILES)))
     tokenizer = load_tokenizer(spec)
     if tokenizer.vocab_size > vocab_size:

@@ -8,9 +8,9 @@ from megazero.command_line.tools import Flags, HelpFormatter, Number
 from megazero.console import Console
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.samples import SPLIT_NAMES
-from megazero.data.sidecar import Sidecar, read_sidecar
+from megazero.data.sidecar import Sidecar, read_sidecar, recorded_tokenizer, sidecar_path
 from megazero.data.storage import Access
-from megazero.data.tokenizers import FILES, Tokenizer, TokenizerSpec, load_tokenizer
+from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
 from megazero.errors import ConfigError, Problem
 from megazero.prepare.arguments import add_tokenizer_arguments, local_path, tokenizer_spec
 from megazero.prepare.inspect.compare import difference_lines, find_difference
@@ -96,8 +96,9 @@ def main(words: Sequence[str]) -> int:
     tokenizer = load_tokenizer(tokenizer_spec(arguments)) if arguments.tokenizer_type else None
     dataset = IndexedDataset(arguments.prefix, BY_READING)
     sidecar = read_sidecar(dataset)
-    if tokenizer is None and sidecar is not None and not FILES.get(sidecar.tokenizer_type, ("unknown",)):
-        tokenizer = load_tokenizer(TokenizerSpec(sidecar.tokenizer_type))  # a tokenizer without files
+    if tokenizer is None and sidecar is not None:
+        spec = recorded_tokenizer(sidecar, sidecar_path(dataset.prefix).parent)
+        tokenizer = None if spec is None else load_tokenizer(spec)
     console.line("\n".join(header_lines(dataset, sidecar)))
     selected = (arguments.document, arguments.sample, arguments.compare)
     beginnings = arguments.documents if arguments.documents is not None else 3 * (selected == (None, None, None))

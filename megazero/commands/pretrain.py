@@ -1,18 +1,20 @@
 """Pretrain a GPT: `megazero pretrain --processes 4 --tensor-model-parallel-size 2 --zero-stage 2 ...`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 from megazero.command_line.help import help_of
-from megazero.command_line.parse import ParsedRun, ResolvedRun, parse, resolve
+from megazero.command_line.parse import ResolvedRun, resolve
 from megazero.command_line.processes import split_processes
 from megazero.command_line.questions import split_questions
+from megazero.command_line.sources import with_sources
 from megazero.config.yaml_file import to_annotated_yaml
 from megazero.console import Console
-from megazero.errors import ConfigError, raise_problems
+from megazero.errors import ConfigError, TopologyError, raise_problems
 from megazero.parallel.launch import Launch, NodeShare, several_nodes_notice
 from megazero.rules import run as rules
 from megazero.train.check import check
+from megazero.train.inputs import RunInputs
 from megazero.train.outline import outline, outline_sizes
 
 
@@ -32,22 +34,37 @@ def main(words: Sequence[str]) -> int:
     world_size = launch.world_size if own.number is None else own.number * nodes
     if "print-config" in questions.asked:
         return _print_config(resolve(own.rest, world_size=world_size), world_size)
-    parsed = parse(own.rest, world_size=world_size)
+    resolved = resolve(own.rest, world_size=world_size)
+    if resolved.problems:
+        _print(resolved.notices)
+    raise_problems(ConfigError, with_sources(resolved.problems, resolved.sources))
     if "check" in questions.asked:
         ranks = () if own.number is None else (own.number,) * nodes
-        return _check(parsed, launch if own.number is None else Launch(0, world_size, 0, ranks_per_node=ranks))
+        return _check(resolved, launch if own.number is None else Launch(0, world_size, 0, ranks_per_node=ranks))
     if own.number is not None:
         from megazero.cluster.local_processes import start_processes
 
         return start_processes(own.number, launch, share)
     alone = several_nodes_notice() if launch.world_size == 1 else ""
-    for notice in (*parsed.notices, *filter(None, [alone])):
-        Console().line(notice)
-    inputs = check(parsed.config, launch)
+    _print((*resolved.notices, *filter(None, [alone])))
+    inputs = _checked(resolved, launch)
     # This imports torch, which takes a second, so a mistyped flag is reported before it.
     from megazero.train.program import pretrain
 
-    return pretrain(parsed.config, launch, inputs)
+    return pretrain(resolved.config, launch, inputs)
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        Console().line(line)
+
+
+def _checked(resolved: ResolvedRun, launch: Launch) -> RunInputs:
+    """Return the opened inputs of a run that passes all checks; its problems name the sources of settings."""
+    try:
+        return check(resolved.config, launch)
+    except (ConfigError, TopologyError) as error:
+        raise type(error)(*with_sources(error.problems, resolved.sources)) from None
 
 
 def _print_config(resolved: ResolvedRun, world_size: int) -> int:
@@ -55,18 +72,17 @@ def _print_config(resolved: ResolvedRun, world_size: int) -> int:
     problems = resolved.problems or tuple(rules.check(resolved.config, world_size))
     head = resolved.notices if problems else (*resolved.notices, *outline_sizes(resolved.config, world_size))
     Console().line(to_annotated_yaml(resolved.config, resolved.sources, head))
-    raise_problems(ConfigError, problems)
+    raise_problems(ConfigError, with_sources(problems, resolved.sources))
     return 0
 
 
-def _check(parsed: ParsedRun, launch: Launch) -> int:
+def _check(resolved: ResolvedRun, launch: Launch) -> int:
     """Check what a start checks before its processes meet, and print what the run would be."""
-    inputs = check(parsed.config, launch)
-    lines = (*parsed.notices, *outline(parsed.config, launch.world_size, inputs))
-    if parsed.config.checkpoint.load is not None:
+    _print(resolved.notices)
+    config, inputs = resolved.config, _checked(resolved, launch)
+    if config.checkpoint.load is not None:
         from megazero.train.build import check_checkpoint  # loads torch
 
-        check_checkpoint(parsed.config, inputs)
-    for line in (*lines, "ok"):
-        Console().line(line)
+        check_checkpoint(config, inputs)
+    _print((*outline(config, launch.world_size, inputs), "ok"))
     return 0

@@ -31,7 +31,7 @@ from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.errors import Problem
 
-# The number of names that a message lists when none of them resembles the given one.
+# The most names that a message lists when none of them resembles the given one.
 _MANY = 20
 
 # Units of whole numbers that may have a suffix.
@@ -208,6 +208,8 @@ def violation(given: str, name: str, info: FieldInfo, value: Any) -> Problem:
     if value == "" or (isinstance(value, (list, tuple)) and "" in value):
         return Problem(given, f"{name} has an empty value (an unset shell variable?)", info.legal)
     rule = f"{name} is {info.legal}"
+    if str(value).strip().lower().lstrip("+-") in ("nan", "inf", "infinity"):
+        rule += ", and finite"
     if info.beyond and as_number(value) is not None:
         rule += f" ({info.beyond})"
     prefix = f"{name} " if name.startswith("--") else f"{name.rpartition('.')[2]}: "
@@ -220,7 +222,8 @@ def unknown(location: Location, value: Any, known: Iterable[str]) -> Problem:
     names = sorted(known)
     name = location.path.rpartition(".")[2]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    return Problem(location.quote(value), "there is no key of this name", ", ".join(near or names[:_MANY]))
+    legal = near or (names if len(names) <= _MANY else ["leave it out"])
+    return Problem(location.quote(value), "there is no key of this name", ", ".join(legal))
 
 
 def nearest(info: FieldInfo, value: Any) -> tuple[str, ...]:

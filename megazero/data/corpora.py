@@ -7,7 +7,7 @@ Opening reads headers, indexes and sidecars and reports the problems of all corp
 processes join.  A split is checked only when its samples are used: an empty test split is legal in a run without tests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from megazero.data.blend import BlendedSamples, WeightedPrefix, parse_data_path
 from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
 from megazero.data.samples import SPLIT_NAMES, Samples, SampleSource, Split, parse_split, split_sequences
-from megazero.data.sidecar import Sidecar, read_sidecar
+from megazero.data.sidecar import Sidecar, load_sidecar, read_sidecar, recorded_tokenizer, sidecar_path
 from megazero.data.storage import PLAIN_ACCESS, Access
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError, Problem, raise_problems
@@ -108,8 +108,13 @@ class Corpora:
         """Return True if a split has a share of the corpora, or corpora of its own."""
         return bool(self._split[1][SPLIT_NAMES.index(split)]) if self._split else split in self._mixtures
 
-    def vocabulary_problems(self, vocab_size: int, tokenizer: TokenizerSpec | None = None) -> list[Problem]:
-        """Return the problems of training on these corpora with this vocabulary, and (if given) this tokenizer."""
+    def vocabulary_problems(
+        self, vocab_size: int, tokenizer: TokenizerSpec | None = None, eod: int | None = None
+    ) -> list[Problem]:
+        """Return the problems of training on these corpora with this vocabulary, and (if given) this tokenizer.
+
+        eod: the tokenizer's end-of-document id.
+        """
         digests = tokenizer.digests() if tokenizer else {}
         problems: list[Problem] = []
         for prefix, sidecar in self._known_sidecars():
@@ -122,6 +127,9 @@ class Corpora:
                 given = f"{prefix}: made with {sidecar.tokenizer_type}{_digest_text(sidecar.tokenizer_files)}"
                 rule = f"the run's tokenizer is the one that made the corpus, not {tokenizer.type}"
                 problems.append(Problem(given, rule + _digest_text(digests), "the files the corpus was made with"))
+            elif eod is not None and eod != sidecar.eod:
+                given = f"{prefix}: made with {sidecar.eod} as the end of a document; the tokenizer ends one with {eod}"
+                problems.append(Problem(given, "one id ends documents", "the files the corpus was made with"))
         return problems
 
     def samples(self, split: str, *, seq_length: int, seed: int, vocab_size: int) -> Samples:
@@ -197,6 +205,21 @@ class Corpora:
         if len(ranges[SPLIT_NAMES.index(split)]) > 0:
             return Problem(f"{given}; {problem.given}", problem.rule, problem.legal)
         return Problem(f"{given}; {dataset.name}", _WHOLE_SEQUENCES, _legal_split(dataset.num_sequences))
+
+
+def tokenizer_of_corpora(prefixes: Iterable[str]) -> TokenizerSpec | None:
+    """Return the tokenizer of the first corpus whose sidecar names one that is still there; None if none does."""
+    for prefix in prefixes:
+        path = sidecar_path(prefix)
+        if not path.is_file():
+            continue
+        try:
+            found = recorded_tokenizer(load_sidecar(path), path.parent)
+        except DataError:  # a run that opens the corpus reports it
+            continue
+        if found is not None:
+            return found
+    return None
 
 
 def own_flag(split: str) -> str:

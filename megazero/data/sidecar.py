@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.tokenizers import FILES, TokenizerSpec
 from megazero.errors import DataError, Problem
 from megazero.files import cannot_read, open_regular, parse_json, read_bounded
 
@@ -31,6 +32,7 @@ class Sidecar:
     token_bytes: UTF-8 bytes of text that every id stands for [vocab_size].
     digests: xxh3_128 of the files in hexadecimal, by ending ("bin", "idx"); empty from older writers.
     split_documents: tokens of the longest sequence that a document was cut into, 0 if documents are whole.
+    tokenizer_paths: where those files were, by the same names; empty from older writers.
     """
 
     documents: int
@@ -45,11 +47,26 @@ class Sidecar:
     token_bytes: Sequence[int]
     digests: Mapping[str, str] = field(default_factory=dict)
     split_documents: int = 0
+    tokenizer_paths: Mapping[str, str] = field(default_factory=dict)
 
 
 def sidecar_path(prefix: str | Path) -> Path:
     """Return the path of a corpus's sidecar."""
     return Path(f"{prefix}.json")
+
+
+def recorded_tokenizer(sidecar: Sidecar, folder: Path) -> TokenizerSpec | None:
+    """Return the tokenizer that made a corpus, if its files are unchanged where they were, or lie in `folder` now."""
+    if sidecar.tokenizer_type not in FILES:
+        return None
+    where = {
+        name: Path(path) for name, path in sidecar.tokenizer_paths.items() if name in FILES[sidecar.tokenizer_type]
+    }
+    for files in (where, {name: folder / path.name for name, path in where.items()}):
+        spec = TokenizerSpec(sidecar.tokenizer_type, **{name: str(path) for name, path in files.items()})
+        if not spec.problems() and spec.digests() == dict(sidecar.tokenizer_files):
+            return spec
+    return None
 
 
 def digest_of(path: Path, advance: Callable[[int], None] | None = None) -> str:
@@ -119,8 +136,9 @@ def _field_problems(path: Path, content: Any) -> list[Problem]:
         "tokenizer_files": dict,
         "token_bytes": list,
         "digests": dict,
+        "tokenizer_paths": dict,
     }
-    content = {"digests": {}, "split_documents": 0, **content}
+    content = {"digests": {}, "split_documents": 0, "tokenizer_paths": {}, **content}
     problems = [
         Problem(
             f"{path}: {field.name} {str(content.get(field.name))[:40]}",
@@ -133,7 +151,7 @@ def _field_problems(path: Path, content: Any) -> list[Problem]:
     if problems:
         return problems
     inner: list[tuple[str, Iterable[Any], type]] = [("token_bytes", content["token_bytes"], int)]
-    inner += [(name, content[name].values(), str) for name in ("tokenizer_files", "digests")]
+    inner += [(name, content[name].values(), str) for name in ("tokenizer_files", "digests", "tokenizer_paths")]
     problems += [
         Problem(f"{path}: {name}", f"holds nothing but {kind.__name__}", "preprocess again")
         for name, values, kind in inner

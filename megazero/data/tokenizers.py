@@ -100,6 +100,10 @@ class TokenizerSpec:
         """Return the SHA-256 of every file, in hexadecimal, by field name."""
         return {name: hashlib.sha256(_content(path)).hexdigest() for name, path in self.files().items()}
 
+    def paths(self) -> dict[str, str]:
+        """Return the whole path of every file by field name, which is the same in any working directory."""
+        return {name: str(path.resolve()) for name, path in self.files().items()}
+
 
 def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     """Load the tokenizer of `spec`; raises DataError for an unknown type and for missing or damaged files."""

@@ -75,6 +75,8 @@ TOKENIZERS: Mapping[str, str] = MappingProxyType(
 )
 # A type of tokenizer whose file --vocab-file names, although megazero's type has --tokenizer-model for it.
 FROM_VOCAB_FILE = "TokenizerFromFile"
+# A type of tokenizer that makes no text of ids; Megatron-LM's has one id more than --vocab-size, which ends documents.
+NO_TOKENIZER = "NullTokenizer"
 
 
 @dataclass(frozen=True)

@@ -696,7 +696,11 @@ RUN: tuple[Row[RunConfig], ...] = (
     ),
     Row(
         ("eval_sample_tokens",),
-        lambda c: "" if c.data.tokenizer_type else "text is made of tokens by --tokenizer-type, and none is named",
+        lambda c: (
+            ""
+            if c.data.tokenizer_type or not c.data.mock_data
+            else "text is made of tokens by --tokenizer-type, and none is named"
+        ),
         {"tokenizer_type": "ByteTokenizer"},
     ),
     Row(

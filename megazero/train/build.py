@@ -74,7 +74,7 @@ from megazero.train.attention_kernel import KernelChoice, choose_for_run
 from megazero.train.check import topology
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet
-from megazero.train.inputs import RunInputs, tokenizer_spec
+from megazero.train.inputs import RunInputs, find_tokenizer
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.pipeline_stages import activation_config, describe_stages, num_checkpoints, stage_chunks, stage_plan
 from megazero.train.resolve_activations import resolve_activations
@@ -474,7 +474,7 @@ def _assemble_on(
 
 def _sampled(config: RunConfig, inputs: RunInputs, *, prints: bool) -> SampledText | None:
     """Return the text to generate at evaluations, which begins as the held-out text does; None where none is asked."""
-    spec = tokenizer_spec(config.data)
+    spec = find_tokenizer(config.data) if config.logging.eval_sample_tokens else None
     if not (config.logging.eval_sample_tokens and config.training.eval_iters and spec and inputs.valid):
         return None
     return SampledText(

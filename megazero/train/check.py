@@ -13,7 +13,7 @@ from megazero.parallel.launch import Launch
 from megazero.parallel.nodes import problems_of_placement
 from megazero.parallel.topology import Topology, parse_order
 from megazero.rules import run as rules
-from megazero.train.inputs import RunInputs, open_inputs
+from megazero.train.inputs import RunInputs, find_tokenizer, open_inputs
 from megazero.train.start import find_start
 
 
@@ -72,6 +72,10 @@ def _raise_together(errors: Sequence[UserError]) -> None:
 def _open_inputs(config: RunConfig) -> RunInputs:
     evaluates = config.training.eval_iters > 0
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=evaluates)
+    if config.logging.eval_sample_tokens and find_tokenizer(config.data) is None:
+        given, legal = f"--eval-sample-tokens {config.logging.eval_sample_tokens}", "--tokenizer-type ... and its files"
+        rule = "a tokenizer makes text of tokens, and the corpus's .json names none whose files are still there"
+        raise ConfigError(Problem(given, rule, legal))
     if inputs.eod is None:
         raise_problems(ConfigError, _settings_needing_eod(config))
     raise_problems(ConfigError, _settings_needing_document_ends(config, inputs.unended))

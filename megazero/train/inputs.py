@@ -6,13 +6,13 @@ from pathlib import Path
 
 from megazero.config.model import ModelConfig
 from megazero.config.run import DataConfig
-from megazero.data.corpora import Corpora, own_flag
+from megazero.data.corpora import Corpora, own_flag, tokenizer_of_corpora
 from megazero.data.mock import MockSamples
 from megazero.data.samples import RemainingSamples, Samples
 from megazero.data.storage import Access
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.errors import DataError, Problem, raise_problems
-from megazero.rules.files import DATA_PATH, DEFAULT_SPLIT, span_of_samples
+from megazero.rules.files import DATA_PATH, DEFAULT_SPLIT, span_of_samples, weight_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def _corpus_inputs(data: DataConfig, model: ModelConfig, seed: int, evaluates: b
     # Loaded first: a file that is no tokenizer's is reported as that, and not as another tokenizer than the corpus's.
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     vocab_size = _vocab_size(data, model, corpora, loaded)
-    raise_problems(DataError, corpora.vocabulary_problems(vocab_size, tokenizer))
+    eod = None if loaded is None else loaded.eod
+    raise_problems(DataError, corpora.vocabulary_problems(vocab_size, tokenizer, eod))
     # A split that is given a share is read, and refused with its counts if the share comes to nothing.
     wanted = {"train": True, "valid": evaluates, "test": evaluates and corpora.is_given("test")}
     found = {
@@ -55,7 +56,7 @@ def _corpus_inputs(data: DataConfig, model: ModelConfig, seed: int, evaluates: b
         for name, is_read in wanted.items()
         if is_read
     }
-    eod = corpora.eod if loaded is None else loaded.eod
+    eod = corpora.eod if eod is None else eod
     ratios = {name: corpora.split_bytes_per_token(name) for name in found if name != "train"}
     known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
     return RunInputs(found["train"], found.get("valid"), found.get("test"), vocab_size, eod, known, corpora.unended)
@@ -79,6 +80,14 @@ def tokenizer_spec(data: DataConfig) -> TokenizerSpec | None:
         merge_file=_text(data.merge_file),
         tokenizer_model=_text(data.tokenizer_model),
     )
+
+
+def find_tokenizer(data: DataConfig) -> TokenizerSpec | None:
+    """Return the tokenizer of the configuration, else the one that its corpora's sidecars name; None without either."""
+    if data.tokenizer_type is not None or data.mock_data:
+        return tokenizer_spec(data)
+    words = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
+    return tokenizer_of_corpora(word for word in words if weight_of(word) is None)
 
 
 def _text(path: Path | None) -> str | None:

@@ -93,7 +93,7 @@ def test_a_signal_is_passed_on_and_waited_for(tmp_path: Path) -> None:
 def test_what_is_refused_before_a_process_starts(tmp_path: Path) -> None:
     words = ["-m", "megazero", "pretrain", "--processes", "2", *command_line(SMALL_RUN)]
     for more, environment, complaint in (
-        (["--lr", "much"], {}, "configuration error: --lr much"),
+        (["--seed", "much"], {}, "configuration error: --seed much"),
         ([], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "configuration error: --processes 2 in one of 2"),
     ):
         status, told, complaints = end(begin(tmp_path, *words, *more, **environment))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.checkpoints import run_config, save_checkpoint
 from support.launch import PATIENCE_SECONDS, load_program, set_launcher
 from support.models import small_config
+from support.sidecars import byte_sidecar, write_sidecar
 from support.warm_python import warm_python
 
 from megazero.checkpoint.reader import open_checkpoint
@@ -70,6 +71,14 @@ def test_flags_name_the_tokenizer_that_the_run_does_not(
     with pytest.raises(ConfigError, match="names no tokenizer"):
         main(["--load", folder])
     assert output(main, capsys, "--load", folder, "--tokenizer-type", "ByteTokenizer", "--prompt", "x").startswith("x")
+
+
+def test_the_corpus_names_the_tokenizer_that_neither_run_nor_flags_do(
+    tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_sidecar(tmp_path / "b", byte_sidecar(documents=1, tokens=2, text_bytes=2))
+    data = DataConfig(data_path=("0.5", str(tmp_path / "a"), "0.5", str(tmp_path / "b")))
+    assert output(main, capsys, "--load", save(tmp_path, data=data), "--prompt", "x").startswith("x")
 
 
 @pytest.mark.parametrize(

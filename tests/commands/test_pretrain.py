@@ -115,3 +115,18 @@ def test_bash_completes_commands_flags_and_values() -> None:
         script += '\necho "${COMPREPLY[*]}"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert [told.split() for told in done.stdout.splitlines()] == [*lines.values()]
+
+
+def test_a_refusal_names_sources_and_comes_with_the_notices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A line about an accepted flag is not held back by a problem; a rule's flags that nobody gave are explained."""
+    (tmp_path / "run.yaml").write_text("num_attention_heads: 7\n")
+    words = [word for word in command_line({**SMALL_RUN, "--num-attention-heads": None}) if word]
+    flags = [*words, "--config", str(tmp_path / "run.yaml"), "--use-flash-attn"]
+    for more in ([], ["--check"], ["--print-config"], ["--swiglu"]):
+        assert run_here([*flags, *more], monkeypatch) == 2
+        printed, complaints = capsys.readouterr()
+        assert "--use-flash-attn: accepted, without effect" in printed
+        source = f"--num-attention-heads comes from {tmp_path / 'run.yaml'}: num_attention_heads: 7\n"
+        assert f"--hidden-size 32 --num-attention-heads 7; {source}" in complaints

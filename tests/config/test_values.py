@@ -130,7 +130,7 @@ def test_an_unknown_key_gets_its_neighbours() -> None:
     location = Location("config", "stag")
     assert unknown(location, 3, ["stage", "reduce_scatter"]).legal == "stage"
     assert unknown(location, 3, ["x", "y"]).legal == "x, y"
-    assert unknown(location, 3, [f"key{i}" for i in range(100)]).legal.count(",") == 19
+    assert unknown(location, 3, [f"key{i}" for i in range(100)]).legal == "leave it out"
 
 
 def test_nearest_values() -> None:

@@ -78,7 +78,9 @@ def test_sidecars_tell_vocabulary_and_bytes(prefix: str) -> None:
     write_sidecar(prefix, SIDECAR)
     corpora = Corpora([prefix], split="1")
     assert (corpora.vocab_size, corpora.eod, corpora.bytes_per_token) == (257, 256, 3.0)
-    assert corpora.vocabulary_problems(257, TokenizerSpec("ByteTokenizer")) == []
+    assert corpora.vocabulary_problems(257, TokenizerSpec("ByteTokenizer"), 256) == []
+    (problem,) = corpora.vocabulary_problems(257, TokenizerSpec("ByteTokenizer"), 10)
+    assert "made with 256 as the end of a document; the tokenizer ends one with 10" in problem.given
 
 
 def test_bytes_per_token_are_those_of_the_split(prefix: str, tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import xxhash
+from support.hugging_face_files import write_hugging_face_files
 from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import write_corpus
 
 from megazero.data import sidecar as module
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sidecar import digest_of, load_sidecar, read_sidecar, sidecar_path
+from megazero.data.sidecar import digest_of, load_sidecar, read_sidecar, recorded_tokenizer, sidecar_path
+from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
 
 SIDECAR = byte_sidecar(documents=2, sequences=1, tokens=3, text_bytes=12, tokenizer_files={"tokenizer_model": "ab"})
@@ -32,7 +34,7 @@ def test_it_reads_back(dataset: IndexedDataset) -> None:
 def test_it_can_be_read_by_a_person(dataset: IndexedDataset) -> None:
     write_sidecar(dataset.prefix, SIDECAR)
     lines = sidecar_path(dataset.prefix).read_text().splitlines()
-    assert '  "vocab_size": 257,' in lines and len(lines) == 14
+    assert '  "vocab_size": 257,' in lines and len(lines) == 15
 
 
 def test_the_table_has_an_entry_for_every_id(dataset: IndexedDataset) -> None:
@@ -108,3 +110,21 @@ def test_a_digest_is_that_of_the_whole_file(tmp_path: Path, size: int, monkeypat
 def test_a_digest_of_no_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="must be a readable file"):
         digest_of(tmp_path / "none")
+
+
+def test_the_tokenizer_is_found_where_it_was_or_beside_the_corpus(tmp_path: Path) -> None:
+    """A tokenizer whose files have changed, or are gone, is not the one that made the corpus."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").mkdir()
+    write_hugging_face_files(tmp_path / "there", "words")
+    spec = TokenizerSpec("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "there"))
+    made = replace(SIDECAR, tokenizer_type=spec.type, tokenizer_files=spec.digests(), tokenizer_paths=spec.paths())
+    file = tmp_path / "there" / "tokenizer.json"
+    assert recorded_tokenizer(made, tmp_path / "here") == replace(spec, tokenizer_model=str(file))
+    moved = file.rename(tmp_path / "here" / "tokenizer.json")
+    assert recorded_tokenizer(made, tmp_path / "here") == replace(spec, tokenizer_model=str(moved))
+    assert recorded_tokenizer(made, tmp_path) is None
+    moved.write_text(moved.read_text() + "\n")
+    assert recorded_tokenizer(made, tmp_path / "here") is None
+    assert recorded_tokenizer(replace(SIDECAR, tokenizer_files={}), tmp_path) == TokenizerSpec("ByteTokenizer")
+    assert recorded_tokenizer(replace(SIDECAR, tokenizer_type="Other"), tmp_path) is None

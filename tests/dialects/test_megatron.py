@@ -335,3 +335,9 @@ def test_other_names_of_tokenizers(words: str, kind: str, tmp_path: Path) -> Non
     (tmp_path / "run.yaml").write_text(f"tokenizer_type: {other}\ndata_path: [a]\nmock_data: false\n")
     told = parse([*GOOD[:-2], "--config", str(tmp_path / "run.yaml")]).config.data
     assert told.tokenizer_type == kind
+
+
+def test_no_tokenizer_is_none() -> None:
+    parsed = parse([*GOOD, "--tokenizer-type", "NullTokenizer"])
+    assert parsed.config == parse(GOOD).config
+    assert parsed.notices[0].startswith("--tokenizer-type NullTokenizer: accepted, without effect: without a tokenizer")

@@ -92,3 +92,16 @@ def test_documents_without_ends_are_not_told_apart(tmp_path: Path) -> None:
         else:
             told = refused(**corpus, reset_attention_mask=True, reset_position_ids=True)
             assert told.count(f"with {prefix}, made without --append-eod") == 2
+
+
+def test_text_at_evaluations_takes_a_tokenizer(tmp_path: Path) -> None:
+    """The corpus names it if no flag does; one whose files are gone is no tokenizer any more."""
+    given: dict[str, Any] = {"mock_data": False, "vocab_size": 257, "eval_sample_tokens": 4}
+    given |= {"data_path": [write_corpus(tmp_path / "a", count_up(250, 25))], "split": "8,1,1", "seq_length": 4}
+    assert "names none whose files are still there" in refused(**given)
+    sidecar = byte_sidecar(documents=25, tokens=250, text_bytes=500)
+    write_sidecar(tmp_path / "a", sidecar)
+    assert check(tiny_run(**given), ALONE).vocab_size == 257
+    gone = {"tokenizer_files": {"tokenizer_model": "ab"}, "tokenizer_paths": {"tokenizer_model": "/gone"}}
+    write_sidecar(tmp_path / "a", replace(sidecar, tokenizer_type="SentencePieceTokenizer", **gone))
+    assert "--eval-sample-tokens 4" in refused(**given)

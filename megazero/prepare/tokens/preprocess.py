@@ -309,6 +309,7 @@ def _sidecar(
         token_bytes=tokenizer.token_bytes(),
         digests=writer.digests,
         split_documents=request.split_documents,
+        tokenizer_paths=request.tokenizer.paths(),
     )
 
 
