@@ -21,6 +21,7 @@ none of 8 bits.  Weights change once a step only: `float8_weights.py` quantises 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,6 +75,33 @@ def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     return Quantised((x / scale).to(dtype), scale.float())
 
 
+def round_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x times scale in 8 bits; what exceeds the format's largest number becomes that."""
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+def round_and_measure(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return `round_by` and the maximum of |x|, fp32 []."""
+    return round_by(x, scale, dtype), torch.linalg.vector_norm(x, ord=math.inf).float()
+
+
+def round_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return `round_by` of a weight; a function of its own, since torch compiles one for no more than eight shapes."""
+    return round_by(weight, scale, E4M3)
+
+
+class Rounding(NamedTuple):
+    """The passes of delayed scaling over a tensor, as they are or compiled."""
+
+    by: Callable[[Tensor, Tensor, torch.dtype], Tensor] = round_by
+    and_measure: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]] = round_and_measure
+    weight: Callable[[Tensor, Tensor], Tensor] = round_weight
+
+
+AS_WRITTEN = Rounding()
+
+
 class LayerScales:
     """The scales of one layer's delayed scaling, and the maxima from which later ones follow (`float8_scales.py`).
 
@@ -81,24 +109,29 @@ class LayerScales:
     which is a reciprocal of s above; a number past the format's largest becomes the largest.
     """
 
-    def __init__(self, scales: Tensor, maxima: Tensor) -> None:
+    def __init__(self, scales: Tensor, maxima: Tensor, rounding: Rounding = AS_WRITTEN) -> None:
         self.scales = scales
         self.maxima = maxima
+        self._rounding = rounding
 
     def quantise(self, which: int, x: Tensor, dtype: torch.dtype) -> Quantised:
         """Quantise x [.., ..] by the scale in force; an infinity becomes the largest number."""
         scale = self.scales[which]
-        largest = torch.finfo(dtype).max
-        return Quantised((x.float() * scale).clamp(-largest, largest).to(dtype), scale.reciprocal())
+        # Detached, x is compiled once for passes with a graph and without.
+        return Quantised(self._rounding.by(x.detach(), scale, dtype), scale.reciprocal())
 
     def quantise_and_record(self, which: int, x: Tensor, dtype: torch.dtype) -> Quantised:
         """Quantise x and record its maximum; a NaN or an infinity makes the scale, and so every product, not finite."""
-        values, scale = self.quantise(which, x, dtype)
-        return Quantised(values, scale + self.record(which, x))
+        scale = self.scales[which]
+        values, largest = self._rounding.and_measure(x.detach(), scale, dtype)
+        return Quantised(values, scale.reciprocal() + self.record(which, largest))
 
-    def record(self, which: int, x: Tensor) -> Tensor:
-        """Record the maximum of |x|; return 0, or a NaN if x is not finite."""
-        largest = torch.linalg.vector_norm(x, ord=math.inf).float()
+    def values_of_weight(self, weight: Tensor) -> Tensor:
+        """Round a weight by the scale in force."""
+        return self._rounding.weight(weight.detach(), self.scales[WEIGHT])
+
+    def record(self, which: int, largest: Tensor) -> Tensor:
+        """Record a maximum, fp32 []; return 0, or a NaN if it is not finite."""
         self.maxima[which].copy_(torch.maximum(self.maxima[which], largest))
         return torch.mul(largest, 0)
 
@@ -116,7 +149,8 @@ def weight_scale(weight: Tensor, scales: LayerScales | None = None) -> StepWeigh
     """Return the scale of a weight [out, in] alone."""
     if scales is None:
         return StepWeight(quantise(weight, E4M3).scale)
-    return StepWeight(scales.scales[WEIGHT].reciprocal() + scales.record(WEIGHT, weight))
+    largest = torch.linalg.vector_norm(weight, ord=math.inf).float()
+    return StepWeight(scales.scales[WEIGHT].reciprocal() + scales.record(WEIGHT, largest))
 
 
 @dataclass
@@ -178,7 +212,7 @@ class Float8Products:
             return quantise(weight, E4M3)
         scale = self.weight.scale
         if self.scales is not None:
-            return Quantised(self.scales.quantise(WEIGHT, weight, E4M3).values, scale)
+            return Quantised(self.scales.values_of_weight(weight), scale)
         return Quantised((weight / scale.to(weight.dtype)).to(E4M3), scale)
 
 

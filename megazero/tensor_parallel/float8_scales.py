@@ -13,7 +13,7 @@ step, of 12 fp32 figures a layer of the model.  Infinities and NaNs do not count
 scales.  The history of all layers is on every rank, and in every checkpoint, whatever the layout.  A step that is
 skipped leaves it as it was.
 
-Rounding takes one pass where it is compiled with its block; elsewhere an fp32 copy of x lies between.
+Rounding takes one pass where it is compiled, with its block or by itself; elsewhere fp32 copies of x lie between.
 
 Before the first maximum is known a scale is 1; that of gradients is the number of tokens by which the loss is divided,
 without which most of the first step's gradients would be rounded to 0.
@@ -21,7 +21,7 @@ without which most of the first step's gradients would be rounded to 0.
 
 import base64
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,19 @@ from megazero.comm.interface import Communicator
 from megazero.config.engine_sections import AmaxAlgorithm
 from megazero.errors import DamageError, Problem
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
-from megazero.tensor_parallel.float8 import E4M3, GRADIENT, INPUT, Float8Products, LayerScales
+from megazero.tensor_parallel.compiler import compiled
+from megazero.tensor_parallel.float8 import (
+    AS_WRITTEN,
+    E4M3,
+    GRADIENT,
+    INPUT,
+    Float8Products,
+    LayerScales,
+    Rounding,
+    round_and_measure,
+    round_by,
+    round_weight,
+)
 
 PROGRESS_KEY = "fp8_scales"
 _KINDS = 3  # tensors of a layer: input, weight, gradient
@@ -56,6 +68,12 @@ def following_scales(history: Tensor, scales: Tensor, largest: Tensor, recipe: D
     return torch.where(amax > 0, found, scales)
 
 
+def compiled_rounding(*, searches: bool = False) -> Rounding:
+    """Return the passes over a tensor, each compiled to one."""
+    passes: tuple[Callable[..., Any], ...] = (round_by, round_and_measure, round_weight)
+    return Rounding(*(compiled(each, searches=searches) for each in passes))
+
+
 class DelayedScales:
     """The scales and the history of all layers of a model, the same on every rank."""
 
@@ -67,6 +85,7 @@ class DelayedScales:
         num_layers: int,
         world: Communicator,
         device: torch.device,
+        rounding: Rounding = AS_WRITTEN,
         ledger: AnyLedger | None = None,
     ) -> None:
         """Let products round by delayed scales.
@@ -85,7 +104,7 @@ class DelayedScales:
         self._maxima = [torch.empty(_KINDS, device=device) for _ in layers]
         self._of_activations = [maxima[kind] for maxima in self._maxima for kind in (INPUT, GRADIENT)]
         for products, scales, maxima in zip(layers.values(), self._own_scales, self._maxima, strict=True):
-            products.scales = LayerScales(scales, maxima)
+            products.scales = LayerScales(scales, maxima, rounding)
         self._publish()
         for tensor in (self._largest, self.history, self.scales, self._rows, *self._own_scales, *self._maxima):
             (ledger or NullLedger()).tag(tensor, "parameters")

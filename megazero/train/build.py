@@ -62,9 +62,9 @@ from megazero.report.writers import as_markdown, open_writers
 from megazero.rules.optimizer import optimizer_choice
 from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.deferred import DeferredGradients
-from megazero.tensor_parallel.float8 import Float8Products, float8_products
+from megazero.tensor_parallel.float8 import AS_WRITTEN, Float8Products, float8_products
 from megazero.tensor_parallel.float8_scales import PROGRESS_KEY as SCALES_KEY
-from megazero.tensor_parallel.float8_scales import DelayedRecipe, DelayedScales
+from megazero.tensor_parallel.float8_scales import DelayedRecipe, DelayedScales, compiled_rounding
 from megazero.tensor_parallel.float8_weights import QuantisedWeights, linear_layers
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.onednn import fastest_products
@@ -204,7 +204,7 @@ def build_components(
         attention=attention,
         compiled=compiled,
         weights=weights,
-        scales=_delayed_scales(config, model, mesh, ledger),
+        scales=_delayed_scales(config, model, mesh, ledger, compiles_alone=compiles and not tp.within_compiled),
     )
 
 
@@ -249,8 +249,13 @@ def _quantised_weights(config: RunConfig, model: GPT, engine: Engine, *, compile
     )
 
 
-def _delayed_scales(config: RunConfig, model: GPT, mesh: Mesh, ledger: AnyLedger) -> DelayedScales | None:
-    """Return the scales by which this rank's layers round, of all that the model has; None without delayed scaling."""
+def _delayed_scales(
+    config: RunConfig, model: GPT, mesh: Mesh, ledger: AnyLedger, *, compiles_alone: bool
+) -> DelayedScales | None:
+    """Return the scales by which this rank's layers round, of all that the model has; None without delayed scaling.
+
+    compiles_alone: rounding is compiled by itself, where blocks are not compiled as a whole.
+    """
     precision = config.precision
     if precision.fp8_format is None or precision.fp8_recipe != "delayed":
         return None
@@ -271,6 +276,7 @@ def _delayed_scales(config: RunConfig, model: GPT, mesh: Mesh, ledger: AnyLedger
         num_layers=config.model.num_layers * len(next(iter(layers.values()))),
         world=mesh.world,
         device=mesh.device,
+        rounding=compiled_rounding(searches=config.training.compile == "max") if compiles_alone else AS_WRITTEN,
         ledger=ledger,
     )
 

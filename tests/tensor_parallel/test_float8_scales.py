@@ -127,7 +127,7 @@ def test_ranks_share_maxima() -> None:
                 assert products.scales is not None
                 for which in FORMATS:
                     x = drawn(16, 16, seed=row) * (1 + which) * (2 if world.rank == row == 0 else 1)
-                    products.scales.record(which, x * (100 if step == 2 else 1))
+                    products.scales.quantise_and_record(which, x * (100 if step == 2 else 1), FORMATS[which])
             scales.end_step(torch.tensor(float(step == 2), dtype=torch.float64))
         assert all(
             torch.equal(products.scales.scales, scales.scales.view(3, 3)[row])
@@ -147,7 +147,7 @@ def test_what_a_checkpoint_stores() -> None:
     scales, products = one_layer(DelayedRecipe(0, 3, "max"))
     assert products.scales is not None
     for step in range(5):
-        products.scales.record(INPUT, drawn(16, 16, seed=step))
+        products.scales.quantise_and_record(INPUT, drawn(16, 16, seed=step), E4M3)
         scales.end_step(None)
     saved = scales.to_json()
     for history_len in (2, 3, 9):

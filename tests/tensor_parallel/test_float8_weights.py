@@ -138,12 +138,26 @@ def compiled_and_not(rank: int, settings: dict[str, Any]) -> tuple[Ran, Ran, int
         patch.setattr(
             torch, "compile", lambda function, **options: original(function, **options | {"backend": "aot_eager"})
         )
-        off, on = (ran(rank, Layout({**settings, **CACHED, "compile": choice})) for choice in ("off", "on"))
+        off, on = (ran(rank, Layout({**CACHED, **settings, "compile": choice})) for choice in ("off", "on"))
     return off, on, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("settings", [{"zero_stage": 3}, {"fp8_recipe": "delayed"}], ids=str)
-def test_compiled_blocks_read_them(settings: dict[str, Any]) -> None:
+# Whole blocks, for training and for evaluation; or their parts (attention, the activation and its backward, between the
+# two, after them), and rounding by delayed scales: three shapes of inputs and three of gradients, measured or not.
+WHOLE, PARTS, ROUNDING, OF_WEIGHTS = 2, 7, 12, 4
+PARTS_AND_ROUNDING = {"fp8_recipe": "delayed", "recompute_granularity": "selective", "fp8_cache_weights": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_blocks"),
+    [
+        ({"zero_stage": 3}, WHOLE),
+        ({"fp8_recipe": "delayed"}, WHOLE),
+        (PARTS_AND_ROUNDING, PARTS + ROUNDING + OF_WEIGHTS),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_read_them(settings: dict[str, Any], of_blocks: int) -> None:
     """All compiled blocks share one graph for training and one for evaluation; weights are quantised outside of it.
 
     Delayed scales are the same too: compiled code records maxima, in forward and in backward.
@@ -152,4 +166,4 @@ def test_compiled_blocks_read_them(settings: dict[str, Any]) -> None:
     check_bitwise(on, off)
     assert on.quantised == off.quantised and breaks == 0
     of_head, of_shapes = 3, 4
-    assert graphs == 2 + of_head + of_shapes
+    assert graphs == of_blocks + of_head + of_shapes

@@ -153,7 +153,7 @@ CASES = [
     Case(
         Fault(1, f"{UP}.weight", 0),
         f"the gradient of {UP}.weight, in layers.1, on rank 1 (dp 1), micro-batch 0 (samples 26 to 27)",
-        settings={**FP8, "zero_stage": 2},
+        settings={**FP8, "zero_stage": 2, "fp8_recipe": "delayed", "fp8_cache_weights": True},
     ),
     Case(
         Fault(0, "layers.0.attention.qkv", 2),
