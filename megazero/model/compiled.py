@@ -48,6 +48,14 @@ def compile_blocks(model: GPT, *, as_a_whole: bool, searches: bool = False) -> s
     return "every block as a whole" if as_a_whole else "the code between a block's collectives"
 
 
+def parameters_of_parts(model: GPT) -> Iterator[nn.Parameter]:
+    """Yield the parameters that compiled code reads where blocks are compiled in parts (`_between_borders`)."""
+    for block in model.layers.values():
+        if isinstance(block, TransformerBlock) and block.adds_without_effects:
+            yield from block.post_attention_norm.parameters()
+            yield from (block.attention.projection.bias, block.mlp.down.bias)
+
+
 def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]:
     """Yield the methods that only compute, without those that draw random numbers from a state of their own."""
     if not block.attention.draws:

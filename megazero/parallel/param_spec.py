@@ -8,7 +8,7 @@ is an attribute of the parameter.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -154,6 +154,12 @@ def mark_block(module: nn.Module) -> None:
     """Mark the parameters of a block that is compiled as a whole: autograd gets their gradients all at once."""
     for parameter in module.parameters():
         attach_spec(parameter, replace(spec_of("", parameter), arrives_with_block=True))
+
+
+def mark_alone(parameters: Iterable[nn.Parameter]) -> None:
+    """Mark parameters of which `.grad` stays empty between passes: gradients are moved to where they are stored."""
+    for parameter in parameters:
+        attach_spec(parameter, replace(spec_of("", parameter), arrives_alone=True))
 
 
 def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:

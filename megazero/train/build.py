@@ -40,7 +40,7 @@ from megazero.errors import ConfigError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.host import retain_freed_memory, return_freed_memory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
-from megazero.model.compiled import compile_blocks, is_compiled
+from megazero.model.compiled import compile_blocks, is_compiled, parameters_of_parts
 from megazero.model.gpt import GPT, INPUT_AND_OUTPUT
 from megazero.model.initial_values import initial_value
 from megazero.optim.configured import make_optimizer, saved_kinds
@@ -49,7 +49,7 @@ from megazero.optim.schedules import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.launch import Launch, job_name
 from megazero.parallel.nodes import Nodes
-from megazero.parallel.param_spec import named_specs
+from megazero.parallel.param_spec import mark_alone, named_specs
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
 from megazero.report.device_memory import MemoryReport
@@ -180,6 +180,8 @@ def build_components(
         chunks=stage_chunks(config, stage, padded),
         group_layers=config.training.compile_num_layers if tp.within_compiled else 1,
     )
+    if compiles and not tp.within_compiled and config.precision.accumulate_allreduce_grads_in_fp32:
+        mark_alone(parameters_of_parts(model))  # torch compiles nothing that reads a bf16 tensor with an fp32 `.grad`
     engine = _build_engine(config, model, mesh, buffers, ledger)
     searches = config.training.compile == "max"
     compiled = compile_blocks(model, as_a_whole=tp.within_compiled, searches=searches) if compiles else None

@@ -99,7 +99,9 @@ def plan_layout(
         )
     slots = [
         Slot(
-            replace(spec, arrives_alone=settings.serves_user_code and spec.accumulates_in_place),
+            replace(
+                spec, arrives_alone=spec.arrives_alone or (settings.serves_user_code and spec.accumulates_in_place)
+            ),
             parameter.dtype,
             spec.name not in persistent,
             settings.optimizer.group_of(spec, parameter),

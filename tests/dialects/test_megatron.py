@@ -258,12 +258,12 @@ def fate_of(row: PublishedFlag) -> str:
 
 def test_a_published_flag_sets_something_or_is_moot_or_refused() -> None:
     expected = {row: "refused" if row.fate == "model" else row.fate for row in published_flags()}
-    wrong = {row: found for row in expected if (found := fate_of(row)) != expected[row] and row.fate != "schedule"}
+    wrong = {row: found for row in expected if (found := fate_of(row)) != expected[row]}
     assert wrong == {}
 
 
 def test_few_published_flags_of_a_gpt2_are_refused() -> None:
-    counted = [row for row in published_flags() if row.fate not in ("model", "schedule")]
+    counted = [row for row in published_flags() if row.fate != "model"]
     uses = sum(row.scripts for row in counted)
     assert sum(row.scripts for row in counted if row.fate != "refused") >= 0.95 * uses
     assert uses > 2500 and {row.flag.removeprefix("--").replace("_", "-") for row in counted} <= {*all_names()}

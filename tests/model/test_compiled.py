@@ -202,6 +202,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
         ),
         (Layout({}, tp=2), PARTS, 5),  # attention, activation and its backward, between the two, and after them
         (Layout({"sequence_parallel": True, "zero_stage": 2}, tp=2), PARTS, 5),
+        (Layout({"precision": "bf16", "accumulate_allreduce_grads_in_fp32": True}, tp=2), PARTS, 5),
         (Layout({"recompute_granularity": "selective"}), PARTS, 5),
         (Layout({}, within_documents=True), WHOLE, 1),  # other masks need no other graphs
         (Layout({"pipeline_schedule": "zero-bubble"}, pp=2), PARTS, 3),  # parameters stay outside of the graphs
@@ -212,6 +213,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
         "groups, recomputed",
         "tensor parallel",
         "split sequence",
+        "fp32 gradients",
         "selective recomputation",
         "documents",
         "zero bubble",
