@@ -34,6 +34,7 @@ from megazero.library.state.optimizer import OptimizerState
 from megazero.library.step.passes import BackwardPasses
 from megazero.library.step.records import StepRecords
 from megazero.library.step.stepping import LearningRates, Stepper
+from megazero.memory.host import retain_freed_memory
 from megazero.memory.ledger_interface import NullLedger
 from megazero.optim.loss_scaler import LossScaler
 from megazero.rules import moot
@@ -115,6 +116,7 @@ def initialize(
         passes.close()
         raise
     buffers.resize(core.largest_buffer_bytes)
+    retain_freed_memory(mesh.device)
     timers = Timers(mesh.device, waits=settings.activations.profile_backward)
     records = StepRecords(core)
     stepper = Stepper(

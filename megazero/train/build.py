@@ -37,7 +37,7 @@ from megazero.data.loader import BatchLayout, BatchLoader
 from megazero.data.tokenizers import load_tokenizer
 from megazero.errors import ConfigError
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.memory.host import return_freed_memory
+from megazero.memory.host import retain_freed_memory, return_freed_memory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.model.compiled import compile_blocks, is_compiled
 from megazero.model.gpt import GPT
@@ -178,6 +178,7 @@ def build_components(
     activation_bytes = tokens * config.model.hidden_size * tp.dtype.itemsize if tp.border.splits_sequence else 0
     buffers.resize(max(engine.largest_buffer_bytes, activation_bytes))  # gloo's reduce-scatter borrows its input's size
     return_freed_memory(mesh.device)
+    retain_freed_memory(mesh.device)
     trace = NO_TRACE if config.logging.pipeline_trace_dir is None else Trace(mesh.device)
     return RunComponents(
         mesh, model, engine, random, activations, timers, buffers, plan, tp.deferred, trace, attention, compiled

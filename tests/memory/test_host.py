@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import platform
+import resource
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megazero.memory.host import HostMemory, HostTensor, host_bandwidth, return_freed_memory
+from megazero.memory.host import HostMemory, HostTensor, host_bandwidth, retain_freed_memory, return_freed_memory
 from megazero.memory.ledger import Ledger
 
 CPU = torch.device("cpu")
@@ -282,3 +283,19 @@ def test_holes_are_given_back() -> None:
 
 def test_memory_of_a_gpu_is_left_alone() -> None:
     assert not return_freed_memory(torch.device("cuda"))
+    assert not retain_freed_memory(torch.device("cuda"))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_is_retained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporaries of a step touch the pages of the step before, unless the environment has settings of its own."""
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+    assert not retain_freed_memory(torch.device("cpu"))
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
+    assert retain_freed_memory(torch.device("cpu"))
+    return_freed_memory(torch.device("cpu"))  # of other tests, which may be as much as is retained
+    numel = 6 << 20
+    torch.zeros(numel)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(numel)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 4 * numel // resource.getpagesize() // 10
