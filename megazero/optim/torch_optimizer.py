@@ -28,6 +28,7 @@ from megazero.errors import CheckpointError, ConfigError, Problem, raise_problem
 _PARAMETERS = ("params", "param_names")
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, torch.dtype, type(None))
 _GROUP = "group."
+_MISSING = object()
 _RULE = "ZeRO updates flat pieces of parameters, so the optimizer has to treat every element by itself"
 _LEGAL = (
     "SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta, Rprop, ASGD, or an elementwise one of yours"
@@ -103,7 +104,7 @@ class TorchOptimizer:
         lr: this step's rate; None takes that of the template's group.
         """
         piece = self._pieces[index]
-        piece.set_options(self._recipe(self._groups[index], gradient.device).options)
+        piece.set_options(_options(self.template.param_groups[self._groups[index]], gradient.device))
         if lr is not None:
             piece.set_options({"lr": lr})
         piece.step(gradient)
@@ -249,7 +250,8 @@ class _Piece:
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Set the options that changed; entries in which the optimizer itself counts are not overwritten."""
         for name, value in options.items():
-            if name not in self._given or not _same(self._given[name], value):
+            given = self._given.get(name, _MISSING)
+            if given is not value and (given is _MISSING or not _same(given, value)):
                 self._group[name] = self._given[name] = value
 
     def step(self, gradient: Tensor) -> None:

@@ -48,8 +48,8 @@ from megazero.zero.sums import GradientSums
 from megazero.zero.update import LocalNorms, OptimizerNumbers, Piece, ShardUpdate
 from megazero.zero.written import WrittenParameters
 
-# The most elements of units that are laid out together where a user's modules are the units: 4 MiB in fp32.
-_JOINED_NUMEL = 1 << 20
+# The most elements of units that are laid out together where a user's modules are the units: 8 MiB in fp32.
+_JOINED_NUMEL = 1 << 21
 
 
 @dataclass(frozen=True)
