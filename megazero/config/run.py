@@ -291,6 +291,18 @@ class LoggingConfig:
     tensorboard: bool = setting(
         False, help="write for TensorBoard into tensorboard/ below --save; --tensorboard-dir names another folder"
     )
+    log_params_norm: bool = setting(
+        False,
+        help="report the norm of all trained parameters, each counted once; every log_interval steps",
+    )
+    log_num_zeros_in_grad: bool = setting(
+        False, help="report how many elements of the gradient are zero; every log_interval steps"
+    )
+    log_optimizer_states_to_tensorboard: bool = setting(
+        False,
+        help="TensorBoard and metrics file: l1 and l2 norms and largest elements of the optimizer's variance, its"
+        " square root, its momentum, and the master weights; every log_interval steps",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

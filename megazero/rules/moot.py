@@ -675,6 +675,15 @@ RUN: tuple[Row[RunConfig], ...] = (
         lambda c: "its folder lies below --save" if derived.tensorboard_dir(c) is None else "",
         {"save": "DIR", "tensorboard_dir": "DIR"},
     ),
+    Row(
+        ("log_optimizer_states_to_tensorboard",),
+        lambda c: (
+            ""
+            if c.logging.metrics_file or derived.tensorboard_dir(c)
+            else "its figures go to --tensorboard-dir and --metrics-file, and none is there"
+        ),
+        {"tensorboard_dir": "DIR", "metrics_file": "FILE"},
+    ),
     Row(("ledger",), _no_ledger_is_read, {"metrics_file": "FILE", "ledger_dir": "DIR"}),
     Row(
         ("ledger_dir",),

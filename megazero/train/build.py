@@ -89,6 +89,7 @@ from megazero.train.saving import (
 )
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import DTYPES, resolve
+from megazero.zero.statistics import StatisticsChoice, missing_states
 
 _REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
@@ -364,6 +365,8 @@ def _assemble_on(
         console.line(f"torch.compile: {components.compiled}, at the first step")
     elif config.training.compile_num_layers > 1:
         console.line(f"--compile-num-layers {config.training.compile_num_layers}: moot here, since nothing is compiled")
+    if notice := _missing_statistics(config):
+        console.line(notice)
     train_iters = derived.train_iters(config, launch.world_size)
     sizes = derived.step_sizes(config, launch.world_size)
     if len(sizes.sizes) > 1:
@@ -605,6 +608,26 @@ def _mask_bytes(config: RunConfig) -> int:
     return config.training.micro_batch_size * config.model.seq_length**2 * DTYPES[config.precision.precision].itemsize
 
 
+def _statistics(config: RunConfig) -> StatisticsChoice:
+    logging = config.logging
+    is_written = logging.metrics_file is not None or derived.tensorboard_dir(config) is not None
+    return StatisticsChoice(
+        params_norm=logging.log_params_norm,
+        num_zeros=logging.log_num_zeros_in_grad,
+        optimizer_states=logging.log_optimizer_states_to_tensorboard and is_written,
+    )
+
+
+def _missing_statistics(config: RunConfig) -> str:
+    """Return the notice of figures that the optimizer has not got; "" if there is none."""
+    choice = optimizer_choice(config.optimizer)
+    missing = missing_states(saved_kinds(choice)) if _statistics(config).optimizer_states else ()
+    if not missing:
+        return ""
+    without = " and no ".join(missing)
+    return f"--log-optimizer-states-to-tensorboard: {choice.type} keeps no {without}, whose figures are left out"
+
+
 def _reporting(
     config: RunConfig,
     console: Console,
@@ -659,6 +682,8 @@ def _reporting(
         memory=memory,
         ledger=ledger,
         pipeline=pipeline,
+        statistics=_statistics(config),
+        log_interval=logging.log_interval,
         stragglers=StragglerReport(components.mesh, log_interval=logging.log_interval),
         opening=opening_line(
             describe(activation_config(config), _max_checkpoints(config, components), components.mesh.topology.tp),
