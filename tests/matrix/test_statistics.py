@@ -18,8 +18,8 @@ from megazero.zero.statistics import EVERY_STATISTIC, read_statistics, take_stat
 GLOBAL_BATCH, LAYERS, HIDDEN = 8, 2, 16
 KINDS = {"weight": "weight", "momentum": "exp_avg", "variance": "exp_avg_sq"}
 ROW_BYTES = 17 * 8
-# Odd words are padded; positions beyond the sequence, and words that do not occur, have gradients of zeros.
-MODEL = {"num_layers": LAYERS, "hidden_size": HIDDEN, "max_position_embeddings": 11}
+# Three rows of words are padding; positions beyond the sequence, and words that do not occur, have gradients of zeros.
+MODEL = {"num_layers": LAYERS, "max_position_embeddings": 11, "make_vocab_size_divisible_by": 16}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 FURTHER: tuple[dict[str, Any], ...] = (
     {},
