@@ -303,6 +303,19 @@ class LoggingConfig:
         help="TensorBoard and metrics file: l1 and l2 norms and largest elements of the optimizer's variance, its"
         " square root, its momentum, and the master weights; every log_interval steps",
     )
+    profile: bool = setting(
+        False,
+        help="profile the steps after profile_step_start up to profile_step_end: CUDA's profiler is on then, as nsys"
+        " --capture-range=cudaProfilerApi expects it, or torch's with use_pytorch_profiler",
+    )
+    profile_step_start: int = setting(10, help="steps of the run before the first that is profiled", unit="steps", ge=0)
+    profile_step_end: int = setting(12, help="the last step that is profiled", unit="steps", ge=1)
+    profile_ranks: tuple[str, ...] = setting(("0",), help="ranks that are profiled")
+    use_pytorch_profiler: bool = setting(
+        False,
+        help="profile with torch's profiler, which writes a trace for each rank into profile/ below --tensorboard-dir,"
+        " or --save without one",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

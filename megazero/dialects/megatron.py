@@ -57,6 +57,7 @@ _PUBLISHED = (
     " log-validation-ppl-to-tensorboard loss-scale loss-scale-window lr-decay-iters lr-decay-samples lr-decay-tokens"
     " lr-warmup-init merge-file min-loss-scale min-lr no-load-optim"
     " no-mmap-bin-files no-save-optim override-opt-param-scheduler partition-activations profile-backward"
+    " profile-ranks profile-step-end profile-step-start use-pytorch-profiler"
     " recompute-method recompute-num-layers save-interval sequence-parallel sgd-momentum split"
     " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size tokenizer-model"
     " use-checkpoint-opt-param-scheduler vocab-file weight-decay"
@@ -373,10 +374,6 @@ REFUSED: Mapping[str, str] = _rows(
         ("saving waits until the files are written", "async-save"),
         ("--finetune starts at step 0 with the parameters alone", "reset-iteration no-load-lr-state"),
         (_TRACKER, "wandb-project wandb-exp-name wandb-entity wandb-save-dir"),
-        (
-            "there is no profiler hook; run the program under torch.profiler or nsys",
-            "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler",
-        ),
         ("send SIGTERM or SIGUSR1 to a process of the run: it saves and exits", "kill-switch-path"),
         ("kernels are not captured in graphs", "enable-cuda-graph cuda-graph-impl"),
         ("gradients of one global batch are averaged over its tokens", "calculate-per-token-loss"),

@@ -676,6 +676,20 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"save": "DIR", "tensorboard_dir": "DIR"},
     ),
     Row(
+        ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
+        lambda c: "" if c.logging.profile else "no step is profiled",
+        {"profile": True},
+    ),
+    Row(
+        ("profile",),
+        lambda c: (
+            "on CPUs only torch's profiler sees a step"
+            if c.parallel.device == "cpu" and not c.logging.use_pytorch_profiler
+            else ""
+        ),
+        {"use_pytorch_profiler": True},
+    ),
+    Row(
         ("log_optimizer_states_to_tensorboard",),
         lambda c: (
             ""

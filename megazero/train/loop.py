@@ -27,6 +27,7 @@ from megazero.report.device_memory import MemoryReport, StepMemory
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
 from megazero.report.pipeline_report import PipelineReport
+from megazero.report.step_profile import StepProfile
 from megazero.report.stragglers import OwnTime, StragglerReport
 from megazero.report.writers import MetricsWriter
 from megazero.signals import StopRequest
@@ -76,6 +77,7 @@ class Reporting:
     closing: Callable[[], Sequence[str]]
     statistics: StatisticsChoice
     log_interval: int
+    profile: StepProfile
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def train(run: Run) -> str:
             for writer in run.reporting.writers:
                 writer.close()
             run.context.engine.close()
+            run.reporting.profile.close()
 
 
 def _leave_page(run: Run) -> None:
@@ -201,6 +204,7 @@ class _Loop:
         timers, meter, loader = self._context.timers, self._context.mesh.meter, self._run.loader
         flight = meter.flight
         flight.iteration, flight.activity = self._state.iteration + 1, "data"
+        self._run.reporting.profile.begin_step(self._state.iteration + 1)
         waited_before = loader.waited_seconds
         with timers.measure("batch-generator"):
             batch = next(loader)
@@ -229,6 +233,8 @@ class _Loop:
         ledger = self._run.reporting.ledger.end_step(self._state.iteration)
         memory = self._run.reporting.memory.end_step(ledger)
         spans = self._run.reporting.pipeline.end_step()
+        if line := self._run.reporting.profile.end_step(self._state.iteration):
+            self._run.reporting.console.line(line)
         seconds, own_seconds = self._restart_clock()
         self._pending.append(
             _PendingStep(
@@ -414,6 +420,8 @@ class _Loop:
 
     def _end(self, reason: str) -> str:
         self._report_steps(max_pending=0)
+        if line := self._run.reporting.profile.close():  # the run ends before the last step that is profiled
+            self._run.reporting.console.line(line)
         for writer in self._run.reporting.writers:
             writer.flush()  # the last steps' line comes before those that end the run
         self._save()

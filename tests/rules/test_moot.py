@@ -201,6 +201,16 @@ RUN_CASES = (
     Case("log_timers_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
     Case("log_memory_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
     Case("log_validation_ppl_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
+    *(
+        Case(setting, value, NOTICE, {}, {"profile": True, "tensorboard_dir": "tb"})
+        for setting, value in {
+            "profile_step_start": 11,
+            "profile_step_end": 20,
+            "profile_ranks": ["0", "00"],
+            "use_pytorch_profiler": True,
+        }.items()
+    ),
+    Case("profile", True, ERROR, {"device": "cpu"}, {"device": "cuda"}),
     Case("log_optimizer_states_to_tensorboard", True, NOTICE, {}, {"metrics_file": "m.jsonl"}),
     Case(
         "log_validation_ppl_to_tensorboard",
