@@ -89,6 +89,12 @@ def tensorboard_dir(config: RunConfig) -> Path | None:
     return save / "tensorboard" if given is None and save is not None and config.logging.tensorboard else given
 
 
+def profile_folder(config: RunConfig) -> Path | None:
+    """Return the folder for traces of torch's profiler; None where nothing is written for TensorBoard nor saved."""
+    parent = tensorboard_dir(config) or config.checkpoint.save
+    return None if parent is None else parent / "profile"
+
+
 def step_sizes(config: RunConfig, world_size: int) -> StepSizes:
     """Return the number of samples in every step, by the samples consumed before it.
 

@@ -291,6 +291,31 @@ class LoggingConfig:
     tensorboard: bool = setting(
         False, help="write for TensorBoard into tensorboard/ below --save; --tensorboard-dir names another folder"
     )
+    log_params_norm: bool = setting(
+        False,
+        help="report the norm of all trained parameters, each counted once; every log_interval steps",
+    )
+    log_num_zeros_in_grad: bool = setting(
+        False, help="report how many elements of the gradient are zero; every log_interval steps"
+    )
+    log_optimizer_states_to_tensorboard: bool = setting(
+        False,
+        help="TensorBoard and metrics file: l1 and l2 norms and largest elements of the optimizer's variance, its"
+        " square root, its momentum, and the master weights; every log_interval steps",
+    )
+    profile: bool = setting(
+        False,
+        help="profile the steps after profile_step_start up to profile_step_end: CUDA's profiler is on then, as nsys"
+        " --capture-range=cudaProfilerApi expects it, or torch's with use_pytorch_profiler",
+    )
+    profile_step_start: int = setting(10, help="steps of the run before the first that is profiled", unit="steps", ge=0)
+    profile_step_end: int = setting(12, help="the last step that is profiled", unit="steps", ge=1)
+    profile_ranks: tuple[str, ...] = setting(("0",), help="ranks that are profiled")
+    use_pytorch_profiler: bool = setting(
+        False,
+        help="profile with torch's profiler, which writes a trace for each rank into profile/ below --tensorboard-dir,"
+        " or --save without one",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

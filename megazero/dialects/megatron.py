@@ -53,10 +53,11 @@ IMPLIED: Mapping[str, Shorthand] = MappingProxyType(
 _PUBLISHED = (
     "accumulate-allreduce-grads-in-fp32 adam-beta1 adam-beta2 adam-eps attention-backend checkpoint-in-cpu"
     " checkpoint-num-layers contigious-checkpointing data-cache-path deterministic-mode eval-interval hysteresis"
-    " initial-loss-scale log-memory-to-tensorboard log-timers-to-tensorboard log-validation-ppl-to-tensorboard"
-    " loss-scale loss-scale-window lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-init merge-file"
-    " min-loss-scale min-lr no-load-optim"
+    " initial-loss-scale log-memory-to-tensorboard log-optimizer-states-to-tensorboard log-timers-to-tensorboard"
+    " log-validation-ppl-to-tensorboard loss-scale loss-scale-window lr-decay-iters lr-decay-samples lr-decay-tokens"
+    " lr-warmup-init merge-file min-loss-scale min-lr no-load-optim"
     " no-mmap-bin-files no-save-optim override-opt-param-scheduler partition-activations profile-backward"
+    " profile-ranks profile-step-end profile-step-start use-pytorch-profiler"
     " recompute-method recompute-num-layers save-interval sequence-parallel sgd-momentum split"
     " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size tokenizer-model"
     " use-checkpoint-opt-param-scheduler vocab-file weight-decay"
@@ -273,8 +274,9 @@ ACCEPTED: Mapping[str, str] = _rows(
         ("SIGTERM, SIGINT, SIGHUP and SIGUSR1 always save and exit", "exit-signal-handler exit-signal"),
         ("throughput is always reported", "log-throughput"),
         (
-            "batch size, loss scale and learning rate are always logged",
-            "log-batch-size-to-tensorboard log-loss-scale-to-tensorboard log-learning-rate-to-tensorboard",
+            "batch size, loss scale, learning rate and world size are always logged",
+            "log-batch-size-to-tensorboard log-loss-scale-to-tensorboard log-learning-rate-to-tensorboard"
+            " log-world-size-to-tensorboard",
         ),
         ("torchrun tells a process its local rank", "local-rank"),
         ("every process writes its own part of a checkpoint", "ckpt-fully-parallel-save use-dist-ckpt"),
@@ -313,8 +315,7 @@ ACCEPTED: Mapping[str, str] = _rows(
         ),
         (
             "this figure is not computed, and training is the same without it",
-            "log-optimizer-states-to-tensorboard log-params-norm log-num-zeros-in-grad log-world-size-to-tensorboard"
-            " codecarbon-dir",
+            "codecarbon-dir",
         ),
         ("timers are those of level 0, written by --log-timers-to-tensorboard", "timing-log-level timing-log-option"),
         ("the console has one level of messages", "log-level log-level-replica"),
@@ -370,10 +371,6 @@ REFUSED: Mapping[str, str] = _rows(
         ("saving waits until the files are written", "async-save"),
         ("--finetune starts at step 0 with the parameters alone", "reset-iteration no-load-lr-state"),
         (_TRACKER, "wandb-project wandb-exp-name wandb-entity wandb-save-dir"),
-        (
-            "there is no profiler hook; run the program under torch.profiler or nsys",
-            "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler",
-        ),
         ("send SIGTERM or SIGUSR1 to a process of the run: it saves and exits", "kill-switch-path"),
         ("kernels are not captured in graphs", "enable-cuda-graph cuda-graph-impl"),
         ("gradients of one global batch are averaged over its tokens", "calculate-per-token-loss"),

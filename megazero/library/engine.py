@@ -44,6 +44,7 @@ from megazero.parallel.param_spec import Unit
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
 from megazero.zero.plan import DTYPES
+from megazero.zero.statistics import EVERY_STATISTIC, read_statistics, take_statistics
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -237,6 +238,15 @@ class DataParallelEngine:
         On a GPU the host waits for the step.
         """
         return None if self._last is None else float(self._last.grad_norm.item())
+
+    def optimizer_statistics(self) -> dict[str, float]:
+        """Return l1 and l2 norms and the largest element of the optimizer's variance, momentum and weights, by name.
+
+        A collective call, for which a GPU's host waits.  With them come "params_norm" and, between a step's last
+        backward and `step`, "num_zeros", the zeros in the gradient.  Every parameter that is trained counts once; state
+        that the optimizer does not keep is left out.
+        """
+        return read_statistics(take_statistics(self.zero_engine, EVERY_STATISTIC).tolist(), EVERY_STATISTIC)
 
     def get_lr(self) -> list[float]:
         """Return the learning rates of the next update, one for each param group."""

@@ -45,6 +45,7 @@ class StepMetrics:
     mfu: fraction of the device's peak, None where no peak is known.  timers: seconds by name.
     overflow_parameter: the first parameter that overflowed, empty unless the step was skipped.
     data_wait_seconds: the time that this process waited for its batch.
+    statistics: figures of weights, moments and gradients by name (`megazero.zero.statistics`), where they were taken.
     pipeline_idle_share: the idle part of the pipeline stages' time in a step that was traced, 0 to 1; else None.
     """
 
@@ -64,6 +65,7 @@ class StepMetrics:
     timers: Mapping[str, float] = field(default_factory=dict)
     pipeline_idle_share: float | None = None
     data_wait_seconds: float = 0.0
+    statistics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

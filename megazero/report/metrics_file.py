@@ -80,6 +80,8 @@ def _step_record(metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str
         record["overflow_parameter"] = metrics.overflow_parameter
     if metrics.pipeline_idle_share is not None:
         record["pipeline_idle_share"] = metrics.pipeline_idle_share
+    if metrics.statistics:
+        record["statistics"] = {name: _finite(value) for name, value in metrics.statistics.items()}
     return record
 
 

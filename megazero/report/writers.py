@@ -49,6 +49,9 @@ class MetricsWriter(Protocol):
         """Write everything that is still buffered, and close; a second call does nothing."""
 
 
+# The statistics that a line shows under Megatron-LM's names, and those whose names in TensorBoard have dashes.
+_CONSOLE_STATISTICS = (("num_zeros", "num zeros: {:.0f}"), ("params_norm", "params norm: {:.3f}"))
+_DASHED = frozenset(name for name, _ in _CONSOLE_STATISTICS)
 # The timers of --profile-backward, which a line shows for the last step.
 _PROFILED = ("checkpoint-forward", "checkpoint-recompute")
 
@@ -119,6 +122,7 @@ def _interval_fields(interval: IntervalMetrics, train_iters: int, train_samples:
         f"lm loss: {'-' if interval.loss is None else f'{interval.loss:.6E}'}",
         f"loss scale: {last.loss_scale:.1f}",
         f"grad norm: {last.grad_norm:.3f}",
+        *(text.format(last.statistics[name]) for name, text in _CONSOLE_STATISTICS if name in last.statistics),
         f"number of skipped iterations: {interval.num_skipped}",
         f"number of nan iterations: {interval.num_nan}",
         f"data wait (ms): {1000 * interval.data_wait_seconds:.1f}",
@@ -173,6 +177,8 @@ class TensorBoardWriter:
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
         self._waited += metrics.data_wait_seconds
+        for name, value in metrics.statistics.items():  # which have an interval of their own
+            self._add(f"optimizer/{name.replace('_', '-') if name in _DASHED else name}", value, metrics)
         if metrics.iteration % self._config.tensorboard_log_interval:
             return
         for tag, value in _training_scalars(metrics, self._world_size).items():

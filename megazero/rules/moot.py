@@ -708,6 +708,29 @@ RUN: tuple[Row[RunConfig], ...] = (
         lambda c: "its folder lies below --save" if derived.tensorboard_dir(c) is None else "",
         {"save": "DIR", "tensorboard_dir": "DIR"},
     ),
+    Row(
+        ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
+        lambda c: "" if c.logging.profile else "no step is profiled",
+        {"profile": True},
+    ),
+    Row(
+        ("profile",),
+        lambda c: (
+            "on CPUs only torch's profiler sees a step"
+            if c.parallel.device == "cpu" and not c.logging.use_pytorch_profiler
+            else ""
+        ),
+        {"use_pytorch_profiler": True},
+    ),
+    Row(
+        ("log_optimizer_states_to_tensorboard",),
+        lambda c: (
+            ""
+            if c.logging.metrics_file or derived.tensorboard_dir(c)
+            else "its figures go to --tensorboard-dir and --metrics-file, and none is there"
+        ),
+        {"tensorboard_dir": "DIR", "metrics_file": "FILE"},
+    ),
     Row(("ledger",), _no_ledger_is_read, {"metrics_file": "FILE", "ledger_dir": "DIR"}),
     Row(
         ("ledger_dir",),

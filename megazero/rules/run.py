@@ -502,7 +502,25 @@ def _with_flags(rule: StateRule) -> Rule:
     return of_the_run
 
 
+def profile_has_steps(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    logging = config.logging
+    if not logging.profile:
+        return
+    start, end = logging.profile_step_start, logging.profile_step_end
+    if start >= end:
+        given = f"--profile-step-start {start} --profile-step-end {end}"
+        rule = "the steps after the start are profiled, up to the end"
+        yield Problem(given, rule, f"--profile-step-end {start + 1}")
+    for word in logging.profile_ranks:
+        if not word.isdecimal() or int(word) >= world_size:
+            yield Problem(f"--profile-ranks {word}", f"the job has ranks 0 to {world_size - 1}", "--profile-ranks 0")
+    if logging.use_pytorch_profiler and derived.profile_folder(config) is None:
+        rule = "traces are written below --tensorboard-dir or --save, and neither is there"
+        yield Problem("--use-pytorch-profiler", rule, "--tensorboard-dir DIR, --save DIR")
+
+
 RULES: tuple[Rule, ...] = (
+    profile_has_steps,
     heads_divide_hidden_size,
     tensor_parallel_divides_heads,
     tensor_parallel_divides_ffn,

@@ -57,6 +57,7 @@ from megazero.report.ledger_report import LedgerReport
 from megazero.report.memory_report import closing_lines, opening_line
 from megazero.report.metrics import Rates, flops_per_token, peak_tflops
 from megazero.report.pipeline_report import PipelineReport
+from megazero.report.step_profile import StepProfile
 from megazero.report.stragglers import StragglerReport
 from megazero.report.writers import as_markdown, open_writers
 from megazero.rules.optimizer import optimizer_choice
@@ -93,6 +94,7 @@ from megazero.train.saving import (
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import DTYPES, Placement, resolve
+from megazero.zero.statistics import StatisticsChoice, missing_states
 
 _REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
@@ -444,6 +446,10 @@ def _assemble_on(
         console.line(f"torch.compile: {components.compiled}, at the first step")
     elif config.training.compile_num_layers > 1:
         console.line(f"--compile-num-layers {config.training.compile_num_layers}: moot here, since nothing is compiled")
+    if config.logging.profile and mesh.device.type == "cpu" and not config.logging.use_pytorch_profiler:
+        console.line("--profile: moot here, because on CPUs only torch's profiler sees a step (--use-pytorch-profiler)")
+    if notice := _missing_statistics(config):
+        console.line(notice)
     train_iters = derived.train_iters(config, launch.world_size)
     sizes = derived.step_sizes(config, launch.world_size)
     if len(sizes.sizes) > 1:
@@ -690,6 +696,37 @@ def _mask_bytes(config: RunConfig) -> int:
     return config.training.micro_batch_size * config.model.seq_length**2 * DTYPES[config.precision.precision].itemsize
 
 
+def _statistics(config: RunConfig) -> StatisticsChoice:
+    logging = config.logging
+    is_written = logging.metrics_file is not None or derived.tensorboard_dir(config) is not None
+    return StatisticsChoice(
+        params_norm=logging.log_params_norm,
+        num_zeros=logging.log_num_zeros_in_grad,
+        optimizer_states=logging.log_optimizer_states_to_tensorboard and is_written,
+    )
+
+
+def _profile(config: RunConfig, mesh: Mesh) -> StepProfile:
+    """Return the profile of this rank: of no step without --profile, and where CUDA's profiler has no GPU."""
+    logging, folder = config.logging, derived.profile_folder(config)
+    is_seen = logging.use_pytorch_profiler or mesh.device.type == "cuda"
+    is_on = logging.profile and is_seen and mesh.rank in map(int, logging.profile_ranks)
+    first, last = logging.profile_step_start + 1, logging.profile_step_end
+    name = f"rank{mesh.rank:04d}_steps{first}-{last}.pt.trace.json"
+    trace = folder / name if folder is not None and logging.use_pytorch_profiler else None
+    return StepProfile(mesh.device, first=first if is_on else 0, last=last, trace=trace)
+
+
+def _missing_statistics(config: RunConfig) -> str:
+    """Return the notice of figures that the optimizer has not got; "" if there is none."""
+    choice = optimizer_choice(config.optimizer)
+    missing = missing_states(saved_kinds(choice)) if _statistics(config).optimizer_states else ()
+    if not missing:
+        return ""
+    without = " and no ".join(missing)
+    return f"--log-optimizer-states-to-tensorboard: {choice.type} keeps no {without}, whose figures are left out"
+
+
 def _reporting(
     config: RunConfig,
     console: Console,
@@ -744,6 +781,9 @@ def _reporting(
         memory=memory,
         ledger=ledger,
         pipeline=pipeline,
+        statistics=_statistics(config),
+        log_interval=logging.log_interval,
+        profile=_profile(config, components.mesh),
         stragglers=StragglerReport(components.mesh, log_interval=logging.log_interval),
         opening=opening_line(
             describe(activation_config(config), _max_checkpoints(config, components), components.mesh.topology.tp),

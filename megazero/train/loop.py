@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from megazero.checkpoint.journal import Journal
 from megazero.checkpoint.state import TrainState
 from megazero.comm.mesh import gather_json
@@ -25,6 +27,7 @@ from megazero.report.device_memory import MemoryReport, StepMemory
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
 from megazero.report.pipeline_report import PipelineReport
+from megazero.report.step_profile import StepProfile
 from megazero.report.stragglers import OwnTime, StragglerReport
 from megazero.report.writers import MetricsWriter
 from megazero.signals import StopRequest
@@ -36,6 +39,7 @@ from megazero.train.samples import SampledText, continue_text
 from megazero.train.saving import Saver
 from megazero.train.step import StepControls, training_step
 from megazero.units import format_bytes, format_count, format_duration
+from megazero.zero.statistics import StatisticsChoice, read_statistics, take_statistics
 from megazero.zero.step import first_overflow
 
 
@@ -56,6 +60,7 @@ class Reporting:
     """The writers of figures, and the constants that turn counts into rates.
 
     gathers_ranks: True if a writer needs every rank's figures.
+    statistics: those taken every log_interval steps, and of the first and the last step.
     opening, closing: lines on this rank's memory, printed before the first step and after the last.
     """
 
@@ -70,6 +75,9 @@ class Reporting:
     stragglers: StragglerReport
     opening: str
     closing: Callable[[], Sequence[str]]
+    statistics: StatisticsChoice
+    log_interval: int
+    profile: StepProfile
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,7 @@ def train(run: Run) -> str:
             for writer in run.reporting.writers:
                 writer.close()
             run.context.engine.close()
+            run.reporting.profile.close()
 
 
 def _leave_page(run: Run) -> None:
@@ -161,6 +170,7 @@ class _Loop:
         self._pending: deque[_PendingStep] = deque()
         on_cpu = run.context.mesh.device.type == "cpu"
         self._max_pending = 0 if on_cpu or run.context.checks_overflow else 1
+        self._first_iteration = run.state.iteration + 1
         self._stops = False
         self._saved_iteration = run.saver.saved_iteration if run.saver else None
         self._evaluated_iteration: int | None = None
@@ -194,6 +204,7 @@ class _Loop:
         timers, meter, loader = self._context.timers, self._context.mesh.meter, self._run.loader
         flight = meter.flight
         flight.iteration, flight.activity = self._state.iteration + 1, "data"
+        self._run.reporting.profile.begin_step(self._state.iteration + 1)
         waited_before = loader.waited_seconds
         with timers.measure("batch-generator"):
             batch = next(loader)
@@ -213,6 +224,7 @@ class _Loop:
         decoupled_lr = rates.decoupled_at(progress)
         controls = StepControls(lr, scale, self._wants_to_stop(), momentum, weight_decay, decoupled_lr)
         report = training_step(self._context, batch, controls)
+        statistics = self._statistics(next_iteration)
         before = replace(self._state)
         skipped = bool(report.skipped.item()) if self._context.checks_overflow else False
         self._state.loss_scale = self._run.scaler.after_step(self._state.loss_scale, overflow=skipped)
@@ -221,10 +233,12 @@ class _Loop:
         ledger = self._run.reporting.ledger.end_step(self._state.iteration)
         memory = self._run.reporting.memory.end_step(ledger)
         spans = self._run.reporting.pipeline.end_step()
+        if line := self._run.reporting.profile.end_step(self._state.iteration):
+            self._run.reporting.console.line(line)
         seconds, own_seconds = self._restart_clock()
         self._pending.append(
             _PendingStep(
-                HostCopy(report),
+                HostCopy([*report, *statistics]),
                 batch,
                 before,
                 self._state.iteration,
@@ -243,15 +257,26 @@ class _Loop:
         )
         self._report_steps(max_pending=self._max_pending)
 
+    def _statistics(self, iteration: int) -> Sequence[Tensor]:
+        """Return the statistics after a step whose line is written, on the device; a collective call, nothing else."""
+        reporting, last = self._run.reporting, self._run.timetable.train_iters
+        is_reported = _is_due(reporting.log_interval, iteration) or iteration in (self._first_iteration, last)
+        if not is_reported or not any(reporting.statistics):
+            return ()
+        return take_statistics(self._context.engine, reporting.statistics).unbind()
+
     def _report_steps(self, *, max_pending: int) -> None:
         """Read the figures of all but the last `max_pending` steps, and write them."""
         while len(self._pending) > max_pending:
             pending = self._pending.popleft()
-            loss, norm, stops, skipped, overflow = pending.figures.read()
+            loss, norm, stops, skipped, overflow, *statistics = pending.figures.read()
             bad = BadStep(pending.batch, pending.loss_scale, int(overflow))
             is_overflow = skipped > 0 and self._context.checks_overflow
             name = first_overflow(self._context.engine, bad.overflow) if is_overflow else ""
             metrics = self._metrics(pending, loss, norm, name)
+            if statistics:
+                taken = read_statistics(statistics, self._run.reporting.statistics)
+                metrics = replace(metrics, statistics=taken)
             self._stops = self._stops or stops > 0
             ranks = self._rank_metrics(pending) if self._run.reporting.gathers_ranks else []
             for writer in self._run.reporting.writers:
@@ -395,6 +420,8 @@ class _Loop:
 
     def _end(self, reason: str) -> str:
         self._report_steps(max_pending=0)
+        if line := self._run.reporting.profile.close():  # the run ends before the last step that is profiled
+            self._run.reporting.console.line(line)
         for writer in self._run.reporting.writers:
             writer.flush()  # the last steps' line comes before those that end the run
         self._save()

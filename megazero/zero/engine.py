@@ -448,6 +448,10 @@ class Engine:
         self.written.find()
         yield from chain(self._shards.owned_state(self._coordinates), self._update.optimizer_state(is_saved=True))
 
+    def counted_gradients(self) -> Iterator[StateFragment]:
+        """Yield the reduced gradients that this rank counts; over all ranks, every element of a parameter once."""
+        return self._update.counted_gradients()
+
     def wanted_state(self) -> Iterator[StateFragment]:
         """Yield the state that a checkpoint must fill on this rank; `state_loaded` must be called afterwards."""
         self._gather.check_unpinned("loading state")

@@ -96,9 +96,9 @@ class ShardUpdate:
         indices = [index_of[fragment.spec.name] for _, fragment in partition]
         self._fragment_parameters = torch.tensor(indices, dtype=torch.int32, device=device)
         slots = [slot for section in shards.layout.sections for slot in section.slots]
-        left_out = {slot.spec.name for slot in slots if slot.group == NOT_UPDATED}
+        self._left_out = {slot.spec.name for slot in slots if slot.group == NOT_UPDATED}
         counted = [
-            fragment.spec.is_counted_on(self._coordinates) and fragment.spec.name not in left_out
+            fragment.spec.is_counted_on(self._coordinates) and fragment.spec.name not in self._left_out
             for _, fragment in partition
         ]
         self._counted = torch.tensor(counted, dtype=torch.float64, device=device)
@@ -120,6 +120,14 @@ class ShardUpdate:
         square = torch.where(self._counted > 0, norms.square(), 0.0).sum()
         square = square + torch.where(torch.isfinite(norms), 0.0, torch.inf).sum()
         return LocalNorms(square, first_overflow(norms, self._fragment_parameters))
+
+    def counted_gradients(self) -> Iterator[StateFragment]:
+        """Yield the gradients whose norms this rank counts in `local_norms`."""
+        for bucket in self._buckets:
+            for spec, start, stop, within in bucket.fragments_in(self._shards.partition(bucket)):
+                if spec.is_counted_on(self._coordinates) and spec.name not in self._left_out:
+                    gradient = self._shards.reduced_gradient(bucket, within)
+                    yield StateFragment(spec, "gradient", start, stop, gradient)
 
     def apply(self, inputs: StepInputs, buffers: Scratch, absent: Mapping[str, Tensor]) -> None:
         """Take one optimizer step on the owned ranges; each bucket is published as soon as it is done.

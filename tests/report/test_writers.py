@@ -154,7 +154,9 @@ def test_the_docs_name_every_tag(tmp_path: Path) -> None:
     device = {"reserved_peak": 3000, "beyond_allocator": 500}
     rank = RankMetrics(1000, {"parameters": 4}, {}, ledger=ledger, device_memory_bytes=device)
     writer = TensorBoardWriter(config, world_size=2)
-    writer.step(step(1, timers={"forward-backward": 0.25}, mfu=0.4, pipeline_idle_share=0.1), [rank])
+    statistics = {"params_norm": 1.0, "num_zeros": 2.0, "variance_l1": 3.0}
+    first = step(1, timers={"forward-backward": 0.25}, mfu=0.4, pipeline_idle_share=0.1, statistics=statistics)
+    writer.step(first, [rank])
     for split in ("validation", "test"):
         writer.evaluation(Evaluation(1, 8, split, loss=2.0, bytes_per_token=3.0))
     writer.close()

@@ -210,6 +210,17 @@ RUN_CASES = (
     Case("log_timers_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
     Case("log_memory_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
     Case("log_validation_ppl_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
+    *(
+        Case(setting, value, NOTICE, {}, {"profile": True, "tensorboard_dir": "tb"})
+        for setting, value in {
+            "profile_step_start": 11,
+            "profile_step_end": 20,
+            "profile_ranks": ["0", "00"],
+            "use_pytorch_profiler": True,
+        }.items()
+    ),
+    Case("profile", True, ERROR, {"device": "cpu"}, {"device": "cuda"}),
+    Case("log_optimizer_states_to_tensorboard", True, NOTICE, {}, {"metrics_file": "m.jsonl"}),
     Case(
         "log_validation_ppl_to_tensorboard",
         True,
@@ -248,7 +259,7 @@ reduce_bucket_size allgather_bucket_size overlap_comm contiguous_gradients ignor
 sub_group_size communication_data_type gradient_predivide_factor recompute_granularity logits_chunk_bytes
 data_path train_data_path valid_data_path test_data_path data_skip_samples mock_data tokenizer_type num_workers
 eod_mask_loss reset_position_ids reset_attention_mask save load log_interval metrics_file tensorboard_dir
-ledger_limit pipeline_trace_dir check_for_nan_in_loss_and_grad
+ledger_limit pipeline_trace_dir log_params_norm log_num_zeros_in_grad check_for_nan_in_loss_and_grad
 """
 EFFECTIVE = frozenset(_EFFECTIVE.split())
 # Settings that other rules refuse where they cannot take effect.

@@ -171,6 +171,41 @@ def test_tensorboard_below_save(tmp_path: Path) -> None:
     assert "\n    train_iters: 1\n" in configuration and "\n    tensorboard: true" in configuration
 
 
+def test_statistics_are_those_of_what_is_saved(tmp_path: Path) -> None:
+    """They come with the console's lines, whatever the interval of TensorBoard's other points."""
+    flags = ("log_params_norm", "log_num_zeros_in_grad", "log_optimizer_states_to_tensorboard")
+    settings = {"log_interval": 3, "tensorboard": True, "tensorboard_log_interval": 4, "zero_stage": 3}
+    told = run(tmp_path, precision="bf16", **settings, **dict.fromkeys(flags, True))
+    taken = {line["iteration"]: line["statistics"] for line in steps(tmp_path) if "statistics" in line}
+    assert list(taken) == [1, 3, 5]
+    checkpoint, last = open_checkpoint(tmp_path / "save"), taken[5]
+    orders = {"l1": 1.0, "l2": 2.0, "abs_max": math.inf}
+    for name, kind in {"weight": "weight", "momentum": "exp_avg", "variance": "exp_avg_sq"}.items():
+        full = torch.cat([checkpoint.read_full(each, kind).double().flatten() for each in checkpoint.parameters])
+        for title, values in {name: full, **({"variance_sqrt": full.sqrt()} if name == "variance" else {})}.items():
+            expected = {f"{title}_{end}": torch.linalg.vector_norm(values, p).item() for end, p in orders.items()}
+            assert {each: last[each] for each in expected} == pytest.approx(expected, rel=1e-6)
+    assert len(last) == 12 + 2 and last["params_norm"] == last["weight_l2"]
+    fields = f"| num zeros: {last['num_zeros']:.0f} | params norm: {last['params_norm']:.3f} |"
+    assert fields in next(line for line in told.text.splitlines() if "iteration 5/5 |" in line)
+    board = EventAccumulator(str(tmp_path / "save" / "tensorboard")).Reload()
+    tags = {"params_norm": "params-norm", "num_zeros": "num-zeros"}
+    for name, value in last.items():
+        points = board.Scalars(f"optimizer/{tags.get(name, name)}")
+        assert [point.step for point in points] == [1, 3, 5] and points[-1].value == pytest.approx(value)
+
+
+def test_an_optimizer_without_a_variance_leaves_it_out(tmp_path: Path) -> None:
+    told = run(tmp_path, optimizer="sgd", log_optimizer_states_to_tensorboard=True, train_iters=1)
+    notice = "--log-optimizer-states-to-tensorboard: SGD keeps no variance, whose figures are left out"
+    assert notice in told.text.splitlines()
+    ends = ("abs_max", "l1", "l2")
+    (line,) = steps(tmp_path)
+    assert sorted(line["statistics"]) == [f"{name}_{end}" for name in ("momentum", "weight") for end in ends]
+    quiet = run(tmp_path / "quiet", log_num_zeros_in_grad=True, train_iters=1)
+    assert "keeps no" not in quiet.text and list(steps(tmp_path / "quiet")[0]["statistics"]) == ["num_zeros"]
+
+
 def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     for name, settings in {"quiet": {}, "loud": {"eval_iters": 1, "eval_interval": 1, "eval_at_start": True}}.items():

@@ -49,6 +49,7 @@ from megazero.zero import written
 
 OURS = str(Path(megazero.__file__).parent)
 STEPS = 3
+STATISTICS = (1.0,) * 17  # sums and maxima of weights, moments and gradients
 META = torch.device("meta")
 EIGHT_BITS = {"hidden_size": 32, "micro_batch_size": 4}  # sizes that such products support
 
@@ -320,11 +321,14 @@ def run_on_meta(rank: int, size: int, folder: str, settings: dict[str, Any]) -> 
         "metrics_file": f"{folder}/m.jsonl",
         "tensorboard_dir": f"{folder}/board",
         "log_memory_to_tensorboard": True,
+        "log_params_norm": True,
+        "log_num_zeros_in_grad": True,
+        "log_optimizer_states_to_tensorboard": True,
     }
     config = tiny_run(
         **{"mock_data": True, "train_iters": STEPS, "precision": "bf16", "log_interval": 1, **records, **settings}
     )
-    launch, launched = Launch(rank, size, rank), _Launched(1.0, 1.0, 0.0, 0.0, 0.0, steps=STEPS)
+    launch, launched = Launch(rank, size, rank), _Launched(1.0, 1.0, 0.0, 0.0, 0.0, *STATISTICS, steps=STEPS)
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()):
         if mesh is not None:

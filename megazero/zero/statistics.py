@@ -1,0 +1,150 @@
+"""Takes statistics of a model's state between two steps: norms of weights and moments, and the zeros of gradients.
+
+Every rank takes the figures of the elements that it alone counts: its partition of every bucket in all stages, of a
+parameter that several ranks hold alike on one of them, and without the vocabulary's padding.  One all-gather of a short
+row brings them together.  Nothing is read back from the device: the result is a tensor, which the caller reads on the
+host when it likes.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.parallel.param_spec import StateFragment
+from megazero.zero.engine import Engine
+
+WEIGHT, MOMENTUM, VARIANCE = "weight", "momentum", "variance"
+# {name in figures: the kinds of state that optimizers call so}
+_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {WEIGHT: ("weight",), MOMENTUM: ("exp_avg", "momentum_buffer"), VARIANCE: ("exp_avg_sq", "square_avg")}
+)
+# Elements are copied to float64 and summed so many at a time: on a CPU they stay in the cache, on a GPU in 32 MiB.
+_PIECE_NUMEL = MappingProxyType({"cpu": 1 << 16, "cuda": 1 << 22})
+
+
+class StatisticsChoice(NamedTuple):
+    """The statistics that are taken; without any, nothing is computed and nothing is sent."""
+
+    params_norm: bool = False
+    num_zeros: bool = False
+    optimizer_states: bool = False
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the kinds of state whose norms are taken."""
+        if self.optimizer_states:
+            return tuple(_KINDS)
+        return (WEIGHT,) if self.params_norm else ()
+
+
+EVERY_STATISTIC = StatisticsChoice(params_norm=True, num_zeros=True, optimizer_states=True)
+
+
+class _Sums(NamedTuple):
+    """The sums over the elements of one kind of state, of a rank or of all: tensors, or numbers once they are read.
+
+    numel: the number of elements.  roots: of square roots, which only a variance has.
+    """
+
+    numel: float
+    absolutes: float
+    squares: float
+    roots: float
+
+
+def take_statistics(engine: Engine, choice: StatisticsChoice) -> Tensor:
+    """Return the sums, then the maxima, that `read_statistics` takes: float64, the same on every rank.
+
+    A collective call between two steps.  Gradients count if those of a whole step are there.
+    """
+    by_name: dict[str, list[Tensor]] = {name: [] for name in _KINDS}
+    name_of = {kind: name for name in choice.states for kind in _KINDS[name]}
+    with torch.no_grad():
+        for fragment in engine.owned_state() if name_of else ():
+            if fragment.kind in name_of and fragment.spec.trainable:
+                by_name[name_of[fragment.kind]] += _pieces(fragment)
+        gradients: list[Tensor] = []
+        if choice.num_zeros and engine.has_gradients:
+            engine.finish_reductions()
+            gradients = [piece for fragment in engine.counted_gradients() for piece in _pieces(fragment)]
+        device = engine.mesh.device
+        by_kind = [_sums(pieces, device, has_roots=name == VARIANCE) for name, pieces in by_name.items()]
+        sums = [part for found, _ in by_kind for part in found]
+        sums += [_number(_numel(gradients), device), _total([piece.count_nonzero() for piece in gradients], device)]
+        maxima = [largest for _, largest in by_kind]
+        row = torch.stack([*sums, *maxima])
+        rows = torch.empty(engine.world.size * len(row), dtype=row.dtype, device=device)
+        engine.world.all_gather_into(rows, row).wait()
+        rows = rows.view(engine.world.size, len(row))
+        return torch.cat([rows[:, : len(sums)].sum(0), rows[:, len(sums) :].amax(0)])
+
+
+def read_statistics(values: Sequence[float], choice: StatisticsChoice) -> dict[str, float]:
+    """Return figures by name, without those of state that the optimizer does not keep, or not yet.
+
+    values: what `take_statistics` has returned for the same choice.
+    """
+    width = len(_Sums._fields)
+    sums = {name: _Sums(*values[width * place : width * (place + 1)]) for place, name in enumerate(_KINDS)}
+    numel, num_nonzero = values[width * len(_KINDS) :][:2]
+    maxima = dict(zip(_KINDS, values[-len(_KINDS) :], strict=True))
+    figures: dict[str, float] = {}
+    if choice.params_norm:
+        figures["params_norm"] = math.sqrt(sums[WEIGHT].squares)
+    if choice.num_zeros and numel:
+        figures["num_zeros"] = numel - num_nonzero
+    for name in (VARIANCE, MOMENTUM, WEIGHT) if choice.optimizer_states else ():
+        of_kind = sums[name]
+        if not of_kind.numel:
+            continue
+        figures |= _norms_by_name(name, of_kind.absolutes, of_kind.squares, maxima[name])
+        if name == VARIANCE:  # whose elements are not negative, so that they are the squares of their roots
+            root = math.sqrt(maxima[name])
+            figures |= _norms_by_name(f"{name}_sqrt", of_kind.roots, of_kind.absolutes, root)
+    return figures
+
+
+def missing_states(kinds: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the figures that an optimizer with these kinds of state does not have."""
+    kept = {*kinds, *_KINDS[WEIGHT]}
+    return tuple(name for name, called in _KINDS.items() if not kept.intersection(called))
+
+
+def _norms_by_name(name: str, absolutes: float, squares: float, maximum: float) -> dict[str, float]:
+    return {f"{name}_l1": absolutes, f"{name}_l2": math.sqrt(squares), f"{name}_abs_max": maximum}
+
+
+def _pieces(fragment: StateFragment) -> Iterator[Tensor]:
+    """Yield a fragment's elements without padding, which lies behind a rank's rows of the vocabulary."""
+    used = fragment.tensor[: max(fragment.spec.box.numel - fragment.start, 0)]
+    yield from torch.split(used, _PIECE_NUMEL.get(used.device.type, _PIECE_NUMEL["cpu"])) if used.numel() else ()
+
+
+def _sums(pieces: Sequence[Tensor], device: torch.device, *, has_roots: bool) -> tuple[list[Tensor], Tensor]:
+    """Return the fields of `_Sums`, and the largest absolute value; zeros of no pieces."""
+    absolutes = squares = roots = largest = _number(0, device)
+    for piece in pieces:
+        values = piece.double().abs()
+        absolutes = absolutes + values.sum()
+        squares = squares + values.square().sum()
+        largest = torch.maximum(largest, values.amax())
+        if has_roots:
+            roots = roots + values.sqrt().sum()
+    return [_number(_numel(pieces), device), absolutes, squares, roots], largest
+
+
+def _numel(pieces: Sequence[Tensor]) -> int:
+    return sum(piece.numel() for piece in pieces)
+
+
+def _number(value: int, device: torch.device) -> Tensor:
+    """Return a number of the host's as a tensor, for which a GPU's host does not wait."""
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+def _total(counts: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(list(counts)).sum().double() if counts else _number(0, device)
