@@ -85,7 +85,7 @@ def test_models_have_names() -> None:
     assert found["name"] == "3 x 8" and found["ffn_hidden_size"] == 32
     assert found["matmul_parameters"] == 3 * 12 * 8 * 8 + 10 * 8
     for name, row in PRESETS.items():
-        assert described(ModelConfig(**row))["name"] == name
+        assert PRESETS[described(ModelConfig(**row))["name"]] == row, name
     shorter = ModelConfig(**{**PRESETS["gpt2-124m"], "seq_length": 128})
     assert described(shorter)["name"] == "12 x 768"
 
