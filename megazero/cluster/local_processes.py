@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megazero.command_line.processes import FLAG, split_processes
+from megazero.command_line.processes import FLAG, STATUS_FOLDER, read_statuses, split_processes
 from megazero.errors import ConfigError, Problem, TopologyError
 from megazero.parallel.launch import Launch, NodeShare
 
@@ -31,7 +31,8 @@ _JOINING_SECONDS = 900  # that nodes wait for each other
 def start_processes(count: int, launch: Launch, share: NodeShare | None = None) -> int:
     """Run this process's own command line, without `--processes`, as the ranks of a job; return the exit status.
 
-    That is the status of the rank that failed first, or 128 and the number of the signal that has ended the job.
+    That is the status of the rank that failed first.  After a signal it is that of a rank which did not end with 0,
+    such as --exit-status-when-stopped, or else 128 and the number of the signal.
     launch: this process's own.  share: this node's, of several.  Raises ConfigError if a launcher has started the
     ranks, TopologyError if the nodes do not meet.
     """
@@ -45,6 +46,7 @@ def start_processes(count: int, launch: Launch, share: NodeShare | None = None) 
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     words = split_processes(sys.orig_argv[1:]).rest
     with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
+        os.environ[STATUS_FOLDER] = folder
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -78,7 +80,7 @@ def start_processes(count: int, launch: Launch, share: NodeShare | None = None) 
                 return 128 + number
             return failure.exitcode
         except SignalException as error:
-            return 128 + error.sigval
+            return next(filter(None, read_statuses(Path(folder))), 128 + error.sigval)
         except DistError as error:
             if share is None:
                 raise

@@ -85,7 +85,9 @@ def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_siz
     """
     spec = find_tokenizer(with_tokenizer_flags(data, options))
     if spec is None:
-        given = "the run's configuration names no tokenizer, and its corpora none whose files are there"
+        paths = ", ".join(data.data_path or data.train_data_path)
+        corpora = f"its corpora ({paths}, from this folder) name none whose files are there" if paths else "no corpora"
+        given = f"the run's configuration names no tokenizer, and {corpora}"
         raise ConfigError(Problem(given, "text needs one", "--tokenizer-type " + ", ".join(FILES)))
     tokenizer = load_tokenizer(spec)
     if tokenizer.vocab_size > vocab_size:

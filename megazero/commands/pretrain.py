@@ -5,7 +5,7 @@ from importlib import import_module
 
 from megazero.command_line.help import help_of
 from megazero.command_line.parse import ResolvedRun, resolve
-from megazero.command_line.processes import split_processes
+from megazero.command_line.processes import leave_status, split_processes
 from megazero.command_line.questions import split_questions
 from megazero.command_line.sources import with_sources
 from megazero.config.yaml_file import to_annotated_yaml
@@ -51,7 +51,9 @@ def main(words: Sequence[str]) -> int:
     # This imports torch, which takes a second, so a mistyped flag is reported before it.
     from megazero.train.program import pretrain
 
-    return pretrain(resolved.config, launch, inputs)
+    status = pretrain(resolved.config, launch, inputs)
+    leave_status(status, launch.rank)
+    return status
 
 
 def _print(lines: Iterable[str]) -> None:

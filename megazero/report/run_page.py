@@ -121,7 +121,9 @@ def _curves(history: History) -> str:
         curves("Learning rate", [_of(history, "lr")]),
         curves("Tokens per second, of the whole run", [_of(history, "tokens_per_second")], shown=format_count),
         curves("Seconds per step", seconds),
-        curves("Memory of the process that has used most, MiB", [_in_mib(_of(history, PEAK))]),
+        curves("Memory of the process that has used most, MiB", [_in_mib(_of(history, PEAK))])
+        if history.figures[PEAK].any()
+        else "",
     )
     return f'<div class="charts">{"".join(f"<div>{chart}</div>" for chart in charts if chart)}</div>'
 
@@ -144,7 +146,8 @@ def _memory(ranks: Sequence[Mapping[str, Any]]) -> str:
     which = "All that is alive at the step's peak, by the ledger" if has_ledger else "Model states"
     peak = max(int(rank["peak_memory_bytes"]) for rank in ranks)
     first = f" The first {_MOST_RANKS} of {len(ranks)} ranks." if len(ranks) > _MOST_RANKS else ""
-    lead = f"{which}.{first} Most that a process has used: {format_bytes(peak)}."
+    most = f" Most that a process has used: {format_bytes(peak)}." if peak else ""  # 0: the system does not count it
+    lead = f"{which}.{first}{most}"
     return f"<p>{lead}</p>{bars(named, CATEGORY_COLOURS, shown=format_bytes)}{_traffic(ranks)}"
 
 

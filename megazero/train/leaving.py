@@ -32,12 +32,12 @@ def leave_page(root: Path) -> str:
     """Write the page of the run under `root`; return a line on it, or on why there is none, and raise no error."""
     try:
         saved = _configuration(root)
-        given = None if saved.config is None else saved.config.logging.metrics_file
-        metrics_file = given if given is not None and given.is_file() else None
+        metrics_file = _metrics_file(saved.config)
         if metrics_file is not None and metrics_file.stat().st_size > _MOST_BYTES:
             return f"no {root / PAGE}, for {metrics_file} is long; megazero summarize --html makes it"
         _write(root / PAGE, root, metrics_file, saved)
-        return f"the run as a page: {root / PAGE}"
+        curves = ", without curves, which --metrics-file FILE is for" if metrics_file is None else ""
+        return f"the run as a page: {root / PAGE}{curves}"
     except Exception as error:  # the end of a run, or the error that has ended it, is worth more than its page
         return f"no {root / PAGE}: {first_line(error)}"
 
@@ -63,6 +63,16 @@ def _write(path: Path, root: Path | None, metrics_file: Path | None, saved: _Sav
     )
     with written_aside(path) as stream:
         stream.write(run_page(story).encode("utf-8", errors="replace"))
+
+
+def metrics_file_of(root: Path) -> Path | None:
+    """Return the metrics file that the configuration of the run under `root` names, if it is there."""
+    return _metrics_file(_configuration(root).config)
+
+
+def _metrics_file(config: RunConfig | None) -> Path | None:
+    given = None if config is None else config.logging.metrics_file
+    return given if given is not None and given.is_file() else None
 
 
 def _configuration(root: Path) -> _Saved:

@@ -35,6 +35,9 @@ if act == "die" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 while act != "end" and not stopped:
     time.sleep(0.02)
+if act == "leave 7":
+    from megazero.command_line.processes import leave_status
+    leave_status(7 * rank, rank)
 Path(f"rank {rank} has ended").touch()
 """
 
@@ -81,12 +84,13 @@ def test_the_first_failure_is_the_job_s(act: str, status: int, complaints: str, 
     assert (tmp_path / "rank 0 has ended").exists(), "the others are stopped by a signal that they can handle"
 
 
-def test_a_signal_is_passed_on_and_waited_for(tmp_path: Path) -> None:
-    program = start(tmp_path, "wait")
+@pytest.mark.parametrize(("act", "status"), [("wait", 128 + signal.SIGTERM), ("leave 7", 7)])
+def test_a_signal_is_passed_on_and_waited_for(act: str, status: int, tmp_path: Path) -> None:
+    program = start(tmp_path, act)
     assert program.stdout is not None
     assert all(" runs" in program.stdout.readline() for _ in range(2))
     program.terminate()
-    assert end(program) == (128 + signal.SIGTERM, "", "")
+    assert end(program) == (status, "", "")
     assert all((tmp_path / f"rank {rank} has ended").exists() for rank in range(2))
 
 

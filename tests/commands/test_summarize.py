@@ -48,6 +48,12 @@ def test_it_writes_a_page(tmp_path: Path) -> None:
     assert "num_layers: 2" in page.read_text() and "validation loss" in page.read_text()
 
 
+def test_a_run_without_a_metrics_file_is_told_how_to_have_one(tmp_path: Path) -> None:
+    done = run("--load", tmp_path)
+    assert done.returncode == 2
+    assert "its run has no metrics file" in done.stderr and "pretrain --metrics-file" in done.stderr
+
+
 def test_a_missing_file_is_told_without_a_traceback(tmp_path: Path) -> None:
     done = run("--metrics-file", tmp_path / "m.jsonl")
     assert done.returncode == 2

@@ -32,7 +32,7 @@ from megazero.parallel.launch import Launch
 from megazero.signals import StopRequest
 from megazero.train.build import assemble
 from megazero.train.check import check
-from megazero.train.leaving import leave_page
+from megazero.train.leaving import leave_page, metrics_file_of
 from megazero.train.loop import _Loop, train
 
 
@@ -134,7 +134,8 @@ def test_the_reason_to_end_is_the_last_line(tmp_path: Path) -> None:
 def test_a_run_leaves_a_page(tmp_path: Path) -> None:
     """It shows the steps of all starts, the layout, the settings, and the end of the last start."""
     told = run(tmp_path, exit_interval=3)
-    assert f"the run as a page: {tmp_path / 'save' / 'run.html'}" in told.text.splitlines()[-2]
+    assert told.text.splitlines()[-2] == f"the run as a page: {tmp_path / 'save' / 'run.html'}"
+    assert metrics_file_of(tmp_path / "save") == tmp_path / "m.jsonl"
     run(tmp_path, exit_interval=4, load=str(tmp_path / "save"), eval_iters=1)
     page = (tmp_path / "save" / "run.html").read_text()
     assert "exit interval 4 reached at iteration 4." in page and ", 2 times" in page
