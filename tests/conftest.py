@@ -26,6 +26,9 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 # This runs before pytest's own hook, which deselects by -m, so that -m can select `pure` tests.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,8 +53,13 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
     """Forbid process groups while a pure test and its fixtures run; after a file's last test, clear up behind it."""
+    before = [(number, signal.getsignal(number)) for number in _ENDING]
     with _no_process_groups() if item.get_closest_marker("pure") else nullcontext():
         answer = yield
+    # What a test's own run has set would also count for processes that later tests fork, and so end by a signal.
+    for number, handler in before:
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
     if nextitem is not None and nextitem.path != item.path:
         # What a file's tests leave behind lives on: modules, caches, reports.  Every run of a program ends with a
         # collection, which would go through all of it: over a second each, towards the end of the tests.
