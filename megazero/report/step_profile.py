@@ -1,12 +1,13 @@
 """Profiles some steps of a run: with torch's profiler, which writes a trace, or as a range for a profiler of GPUs."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megazero.errors import DataError, Problem
+from megazero.errors import first_line
 
 _start: Callable[[], None] = torch.cuda.profiler.start
 _stop: Callable[[], None] = torch.cuda.profiler.stop
@@ -49,7 +50,7 @@ class StepProfile:
     def close(self) -> str:
         """Stop if steps are being profiled, and write their trace; return a line that says so.
 
-        A GPU is waited for.  Raises DataError when the trace cannot be written.
+        A GPU is waited for.  A trace that cannot be written ends no run: standard error says so, on any rank.
         """
         if not self._is_on:
             return ""
@@ -63,6 +64,8 @@ class StepProfile:
             self._trace.parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(self._trace))
         except (OSError, RuntimeError) as error:
-            raise DataError(Problem(f"{self._trace}: {error}", "the trace of the profile can be written")) from error
-        self._profiler = None
+            print(f"no profile {self._trace}: {first_line(error)}", file=sys.stderr, flush=True)
+            return ""
+        finally:
+            self._profiler = None
         return f"profiled from step {self._first} on: {self._trace}"

@@ -147,7 +147,7 @@ class DelayedScales:
 
         Raises DamageError if they are not those of this model.
         """
-        values = _values(saved, num_tensors=len(self.scales)).to(self.scales.device)
+        values = _values(saved, len(self.scales), most_steps=len(self.history)).to(self.scales.device)
         num_steps = min(len(values) - 1, len(self.history))
         self.scales.copy_(values[0])
         self.history.zero_()
@@ -155,16 +155,20 @@ class DelayedScales:
         self._publish()
 
 
-def _values(saved: Any, *, num_tensors: int) -> Tensor:
-    """Return a checkpoint's scales and, below them, its history [1 + steps, tensors]."""
+def _values(saved: Any, num_tensors: int, *, most_steps: int) -> Tensor:
+    """Return a checkpoint's scales and, below them, its newest history [1 + steps, tensors], most_steps at most."""
     try:
-        stored = bytearray(zlib.decompress(base64.b64decode(saved["fp32"])))
-        values = torch.frombuffer(stored, dtype=torch.float32).view(1 + saved["history_len"], saved["tensors"])
+        tensors, num_rows = int(saved["tensors"]), 1 + min(max(int(saved["history_len"]), 1), most_steps)
+        # No more is unpacked than is used: a few bytes of a stranger's file may stand for as much memory as there is.
+        stored = zlib.decompressobj().decompress(base64.b64decode(saved["fp32"]), 4 * num_rows * num_tensors)
+        values = torch.frombuffer(bytearray(stored), dtype=torch.float32)
     except (KeyError, TypeError, ValueError, RuntimeError, zlib.error) as error:
         given = f"the checkpoint's {PROGRESS_KEY}, {str(saved)[:200]}"
         rule = "it has the scales of 8-bit products and their history, packed"
         raise DamageError(Problem(given, rule, "another checkpoint")) from error
-    if values.shape[1] != num_tensors or not bool(values.isfinite().all()):
-        given = f"the checkpoint's {PROGRESS_KEY} of {values.shape[1]} tensors"
-        raise DamageError(Problem(given, f"finite scales of the model's {num_tensors} tensors", "another checkpoint"))
-    return values
+    fits = tensors == num_tensors and len(values) == num_rows * num_tensors
+    if not (fits and values.isfinite().all() and (values[:num_tensors] > 0).all()):
+        given = f"the checkpoint's {PROGRESS_KEY} of {tensors} tensors"
+        rule = f"scales above 0 and finite maxima of the model's {num_tensors} tensors"
+        raise DamageError(Problem(given, rule, "another checkpoint"))
+    return values.view(num_rows, num_tensors)

@@ -458,8 +458,11 @@ def _assemble_on(
     schedule = LearningRate.from_config(config.optimizer, derived.run_length(config, launch.world_size))
     resumed = _resume(config, components, schedule, scaler, console)
     resumed.learning_rate.check_momentum(train_iters)
+    last = _last_iteration(config, resumed.state, launch.world_size)
     for line in resumed.learning_rate.notices(components.engine.settings.optimizer.options):
         console.line(line)
+    if notice := _missed_profile(config, resumed.state.iteration, last):
+        console.line(notice)
     layout = batch_layout(config, components.mesh, inputs.eod)
     saver = _saver(config, components, resumed, lock, console)
     if saver is not None:
@@ -477,7 +480,7 @@ def _assemble_on(
             sizes=sizes,
         ),
         held_out=_held_out(config, inputs, layout),
-        timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
+        timetable=_timetable(config, last),
         saver=saver,
         reporting=_reporting(config, console, components, inputs, resumed.state, layout=[*drawing, *stages]),
         journal=journal,
@@ -715,6 +718,18 @@ def _profile(config: RunConfig, mesh: Mesh) -> StepProfile:
     name = f"rank{mesh.rank:04d}_steps{first}-{last}.pt.trace.json"
     trace = folder / name if folder is not None and logging.use_pytorch_profiler else None
     return StepProfile(mesh.device, first=first if is_on else 0, last=last, trace=trace)
+
+
+def _missed_profile(config: RunConfig, iteration: int, last: int) -> str:
+    """Return the notice of a run from `iteration` to `last` that does not take the first step of its profile, or ""."""
+    logging = config.logging
+    first = logging.profile_step_start + 1
+    if not logging.profile or iteration < first <= last:
+        return ""
+    return (
+        f"--profile: the profile begins with step {first}, and this run takes steps {iteration + 1} to {last}: nothing"
+        " is profiled"
+    )
 
 
 def _missing_statistics(config: RunConfig) -> str:

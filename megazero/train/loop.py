@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -142,7 +143,8 @@ def train(run: Run) -> str:
             for writer in run.reporting.writers:
                 writer.close()
             run.context.engine.close()
-            run.reporting.profile.close()
+            with suppress(RuntimeError):  # a GPU that has failed; the error that ends the run is the one to see
+                run.reporting.profile.close()
 
 
 def _leave_page(run: Run) -> None:

@@ -1,6 +1,8 @@
 """Delayed scaling is compared with its rule, written in plain PyTorch, and training by it in every layout."""
 
+import base64
 import math
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,7 +159,9 @@ def test_what_a_checkpoint_stores() -> None:
         same = min(3, history_len)
         assert torch.equal(other.history[:same], scales.history[:same]) and not other.history[same:].any()
         assert own.scales is not None and torch.equal(own.scales.scales, scales.scales)
-    for broken in (None, {}, {**saved, "fp32": "?"}, {**saved, "tensors": 2}, {**saved, "fp32": saved["fp32"][:-8]}):
+    bomb = base64.b64encode(zlib.compress(bytes(1 << 26))).decode()
+    wrong = ({"fp32": "?"}, {"tensors": 2}, {"fp32": saved["fp32"][:20]}, {"fp32": bomb}, {"history_len": "many"})
+    for broken in (None, {}, *({**saved, **each} for each in wrong)):
         with pytest.raises(DamageError, match=PROGRESS_KEY):
             scales.restore(broken)
 
