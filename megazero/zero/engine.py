@@ -19,6 +19,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import UNLIMITED, ZeroConfig
 from megazero.errors import Problem, UsageError, raise_problems
 from megazero.memory.address_book import ArenaStatistics
+from megazero.memory.homes import HostHome
 from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
@@ -160,6 +161,7 @@ class Engine:
                 consumers.setdefault(module, []).append(unit.name)
         self._slots = {slot.spec.name: (section, slot) for section in self.layout.sections for slot in section.slots}
         zero = settings.zero
+        self._host = HostHome(mesh.device, is_pinned=zero.offload_pin_memory, ledger=settings.ledger)
         self._shards = Shards(
             plan,
             self.layout,
@@ -169,6 +171,7 @@ class Engine:
             moments=settings.optimizer.moments,
             ledger=settings.ledger,
             gradients_in_arena=zero.contiguous_gradients,
+            host=self._host,
         )
         self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero)
         self._sums = GradientSums(self._shards, mesh.axis, buffers)
@@ -192,6 +195,7 @@ class Engine:
             counted_at=self._coordinates,
             names=settings.parameter_names,
         )
+        self._host.reserve(max(self._update.largest_buffer_bytes(on_device=False), self._largest_wire_bytes))
         self._presence = GradientPresence(
             self._update.parameter_names, self._trainable_names(), self._reducer.present, mesh.device
         )
@@ -408,8 +412,13 @@ class Engine:
     @property
     def largest_buffer_bytes(self) -> int:
         """The bytes that constant-size buffers must hold: a bucket on the wire, one update's gradients, one norm's."""
-        wire = self.layout.max_bucket_numel * max(self.plan.gradient_wire.itemsize, self.plan.gradient.itemsize)
-        return max(wire, self._update.largest_buffer_bytes)
+        return max(self._largest_wire_bytes, self._update.largest_buffer_bytes(on_device=True))
+
+    @property
+    def _largest_wire_bytes(self) -> int:
+        """The bytes of the largest bucket on the wire."""
+        itemsize = max(self.plan.gradient_wire.itemsize, self.plan.gradient.itemsize)
+        return self.layout.max_bucket_numel * itemsize
 
     @property
     def gathered_numel(self) -> tuple[int, int]:
@@ -438,6 +447,10 @@ class Engine:
         """Return the bytes of model states that this rank has allocated."""
         return self._shards.model_state_bytes(optimizer_bytes=self._update.optimizer_bytes())
 
+    def host_state_bytes(self) -> ModelStateBytes:
+        """Return the bytes, of those, whose home is host memory."""
+        return self._shards.host_state_bytes(optimizer_bytes=self._update.optimizer_bytes(on_host=True))
+
     @property
     def gradient_arenas(self) -> dict[str, ArenaStatistics]:
         """The statistics of the arenas of reduced gradients ("kept") and of leased "buckets", where there are any."""
@@ -456,6 +469,7 @@ class Engine:
         """Yield the state that a checkpoint must fill on this rank; `state_loaded` must be called afterwards."""
         self._gather.check_unpinned("loading state")
         self.ensure_parameters()  # what is still being published must not be written to
+        self._update.finish_copies()
         self.written.find()  # found later, what a user has written would count instead of what is loaded
         yield from chain(self._shards.wanted_state(), self._update.optimizer_state(is_saved=False))
 
@@ -468,12 +482,11 @@ class Engine:
         """
         self.num_weight_changes += 1
         self._gather.release_all()  # gathered parameters are copies of the old values
-        for bucket in self.layout.trainable_buckets:
-            self._shards.copy_master_to_working(bucket)
-        if weights_only and not self.settings.zero.load_from_fp32_weights:
-            self._shards.copy_working_to_master()
-        self._update.publish_all()
+        self._update.publish_masters(self.layout.trainable_buckets)
         self.ensure_parameters()
+        if weights_only and not self.settings.zero.load_from_fp32_weights:
+            self._update.finish_copies()
+            self._shards.copy_working_to_master()
         self.written.forget(names)
 
     def trained_specs(self) -> dict[str, ParamSpec]:
@@ -483,6 +496,7 @@ class Engine:
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Return this rank's parts of a parameter's "master", "gradient" or optimizer state; none of a frozen one."""
         self._publisher.ensure(self._slots[name][0].unit)  # what is still being published must not be written to
+        self._update.finish_copies()
         self.written.find()
         return self._update.pieces(name, kind)
 
@@ -513,9 +527,7 @@ class Engine:
         section, _ = self._slots[name]
         self.num_weight_changes += 1
         self._gather.release_all()
-        for bucket in section.buckets:
-            self._shards.copy_master_to_working(bucket)
-            self._publisher.publish(bucket)
+        self._update.publish_masters(section.buckets)
         self._publisher.ensure(section.unit)
 
     def is_in_leaf(self, name: str) -> bool:

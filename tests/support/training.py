@@ -7,7 +7,7 @@ module of the standard library, as bytes) with the same global batches, so that 
 import argparse
 import inspect
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +102,10 @@ class Cell:
             "data_path": [prefix],
         }
         return make_run(**{**SETTINGS, **layout, **self.settings})
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "Cell":
+        """Return the cell with further settings."""
+        return replace(self, settings={**self.settings, **settings})
 
     def __str__(self) -> str:
         extra = f" {self.settings}" if self.settings else ""

@@ -18,7 +18,6 @@ from megazero.config.values import Diagnostics, InvalidValue, Location, as_boole
 from megazero.dialects.deepspeed.keys import (
     ACCEPTED,
     ALIASES,
-    DETAILS,
     HONOURED,
     KNOWN,
     PARAMS,
@@ -163,7 +162,7 @@ def _walk(file: ParsedFile, location: Location, section: str, content: Mapping[s
             _take_refused(file, where, path, value)
         elif path in SWITCHED:
             _take_switched(file, where, path, value)
-        elif path not in DETAILS:
+        else:
             file.diagnostics.problems.append(unknown(where, value, _names_in(section)))
 
 

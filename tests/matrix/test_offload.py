@@ -1,0 +1,99 @@
+"""Tests that a state's home changes no bit of the training: losses, norms, weights and moments, in any layout.
+
+Copies to and from the home are late: they are made when something waits for them, and what they copy to is full of NaN
+until then, so that nothing can have read it before.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.late_copies import late_copies
+from support.processes import run_ranks
+from support.training import Cell, Outcome, train_on_rank, write_text_corpus
+
+OPTIMIZER = {"offload_optimizer": "cpu"}
+PARAMETERS = {"offload_param": "cpu"}
+BOTH = {**OPTIMIZER, **PARAMETERS}
+# By which the first step overflows, and later ones do not.
+SCALE = {"initial_loss_scale": 2.0**18, "hysteresis": 1}
+
+
+class Case(NamedTuple):
+    """A cell that keeps all states on the device, and the settings that move some."""
+
+    cell: Cell
+    moved: Mapping[str, Any]
+
+
+# Every pair of stage, precision, home, layout, and of what else changes the way of a gradient or a weight.
+CASES = (
+    Case(Cell(dp=2, stage=1, precision="fp32"), OPTIMIZER),
+    Case(Cell(tp=2, dp=2, stage=1, precision="bf16", accumulation=2), {**OPTIMIZER, "offload_optimizer_ratio": 0.5}),
+    Case(
+        Cell(
+            dp=2,
+            stage=1,
+            precision="fp16",
+            settings={**SCALE, "contiguous_gradients": False, "communication_data_type": "fp32"},
+        ),
+        OPTIMIZER,
+    ),
+    Case(Cell(pp=2, dp=2, stage=2, precision="fp32", accumulation=4), OPTIMIZER),
+    Case(
+        Cell(
+            dp=2,
+            stage=2,
+            precision="bf16",
+            accumulation=2,
+            settings={"accumulate_allreduce_grads_in_fp32": True, "communication_data_type": "bf16"},
+        ),
+        OPTIMIZER,
+    ),
+    Case(
+        Cell(dp=3, stage=2, precision="fp16", settings={**SCALE, "global_batch_size": 12, "sub_group_size": 1000}),
+        OPTIMIZER,
+    ),
+    Case(Cell(tp=2, dp=2, stage=3, precision="fp32", settings={"sequence_parallel": True}), BOTH),
+    Case(
+        Cell(
+            dp=2,
+            stage=3,
+            precision="bf16",
+            accumulation=2,
+            settings={"param_persistence_threshold": 100, "optimizer": "sgd", "weight_decay": 0.0},
+        ),
+        {**BOTH, "offload_optimizer_ratio": 0.3},
+    ),
+    Case(Cell(pp=2, dp=2, stage=3, precision="fp16", accumulation=2, settings=SCALE), PARAMETERS),
+    Case(Cell(stage=3, precision="fp32", settings={"recompute_granularity": "full"}), BOTH),
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def compare(rank: int, case: Case, prefix: str) -> tuple[Outcome, Outcome]:
+    """Train both ways on this rank."""
+    plain = train_on_rank(rank, case.cell, prefix)
+    with late_copies():
+        moved = train_on_rank(rank, case.cell.with_settings(case.moved), prefix)
+    return plain, moved
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cell} {'+'.join(case.moved)}")
+def test_a_home_changes_no_bit(case: Case, corpus: str) -> None:
+    for plain, moved in run_ranks(case.cell.world_size, compare, case, corpus):
+        assert moved.losses == plain.losses
+        assert list(map(str, moved.grad_norms)) == list(map(str, plain.grad_norms))  # not finite where a step overflows
+        assert moved.skipped == plain.skipped
+        assert not all(plain.skipped) and all(map(math.isfinite, plain.losses))
+        assert len(moved.saved) == len(plain.saved)
+        for ours, theirs in zip(moved.saved, plain.saved, strict=True):
+            assert ours[:4] == theirs[:4]
+            assert torch.equal(ours.values, theirs.values), (ours.name, ours.kind)
