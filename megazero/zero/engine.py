@@ -40,7 +40,7 @@ from megazero.zero.layout import (
     join_small_units,
 )
 from megazero.zero.module_apply import gather_around_apply, restore_apply
-from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, ZeroPlan
+from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan
 from megazero.zero.presence import NOTHING, GradientPresence
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
@@ -443,13 +443,10 @@ class Engine:
         """Make the optimizer's state after `num_steps` steps, whose elements `wanted_state` yields to be filled."""
         self._update.start(numbers, num_steps=num_steps)
 
-    def model_state_bytes(self) -> ModelStateBytes:
-        """Return the bytes of model states that this rank has allocated."""
-        return self._shards.model_state_bytes(optimizer_bytes=self._update.optimizer_bytes())
-
-    def host_state_bytes(self) -> ModelStateBytes:
-        """Return the bytes, of those, whose home is host memory."""
-        return self._shards.host_state_bytes(optimizer_bytes=self._update.optimizer_bytes(on_host=True))
+    def model_state_bytes(self, home: Home = Home.DEVICE) -> ModelStateBytes:
+        """Return the bytes of model states that this rank has allocated at a home."""
+        on_device = home is Home.DEVICE
+        return self._shards.model_state_bytes(home, optimizer_bytes=self._update.optimizer_bytes(on_device=on_device))
 
     @property
     def gradient_arenas(self) -> dict[str, ArenaStatistics]:

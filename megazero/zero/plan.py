@@ -19,7 +19,7 @@ master weights, moments and reduced gradients, in stages 1 to 3, and a share of 
 parameters, in stage 3, is the home of their partitions, which are gathered to the device for use.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -95,6 +95,12 @@ class ZeroPlan:
         """
         return self.separates_master(self.optimizer.home) or self.separates_master(Home.DEVICE)
 
+    def share_at(self, home: Home) -> float:
+        """Return the part of the optimizer's elements that live in a home."""
+        if self.optimizer.home is Home.DEVICE:
+            return float(home is Home.DEVICE)
+        return self.share_at_home if home is self.optimizer.home else 1.0 - self.share_at_home
+
     def separates_master(self, home: Home) -> bool:
         """Return True if master weights with this home are tensors of their own."""
         away = {home, self.parameter.home} != {Home.DEVICE}
@@ -158,39 +164,25 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
     )
 
 
-def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int, home: Home | None = None) -> ModelStateBytes:
-    """Return the bytes per rank for `numel` parameters by formula: p + g + k, each divided where it is partitioned.
+def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int, home: Home = Home.DEVICE) -> ModelStateBytes:
+    """Return the bytes per rank at a home for `numel` parameters by formula: p + g + k, divided where partitioned.
 
-    home: counts what lives there only; by default in every home.
-
-    A resident gradient is whole on every rank until the step's end, even where it is partitioned after reduction.
-    Loose gradients are torch's own and not counted; the memory for their reduced sums is.
+    A resident gradient is whole on every rank's device until the step's end, even where it is partitioned after
+    reduction.  Loose gradients are torch's own and not counted; the memory for their reduced sums is.
     """
-    found = [_bytes_at(plan, numel, partitions, one) for one in (Home if home is None else (home,))]
-    return ModelStateBytes(*(sum(kind) for kind in zip(*map(astuple, found), strict=True)))
 
+    def stored(row: Row) -> int:
+        return numel if row.placement is Placement.REPLICATED else numel // partitions
 
-def _bytes_at(plan: ZeroPlan, numel: int, partitions: int, home: Home) -> ModelStateBytes:
-    """Return the bytes of what lives in one home."""
-
-    def stored(placement: Placement, itemsize: int, share: float = 1.0) -> int:
-        of_rank = numel if placement is Placement.REPLICATED else numel // partitions
-        return round(of_rank * share) * itemsize
-
-    parameter, gradient, optimizer = plan.parameter, plan.gradient, plan.optimizer
-    share = plan.share_at_home if home is optimizer.home else 1.0 - plan.share_at_home
-    if optimizer.home is Home.DEVICE:
-        share = float(home is Home.DEVICE)
-    resident = gradient.lifetime is Lifetime.RESIDENT
-    unreduced = stored(Placement.REPLICATED, gradient.itemsize, float(resident and home is Home.DEVICE))
-    is_in_place = resident and home is Home.DEVICE  # what is reduced stays where it was
-    reduced = 0 if is_in_place else stored(gradient.placement, gradient.itemsize, share)
-    states = stored(optimizer.placement, optimizer.itemsize, share)
+    resident = plan.gradient.lifetime is Lifetime.RESIDENT and home is Home.DEVICE
+    share = plan.share_at(home)
+    owned = round(stored(plan.optimizer) * share)
+    reduced = round(stored(plan.gradient) * share)
     return ModelStateBytes(
-        parameters=stored(parameter.placement, parameter.itemsize, float(home is parameter.home)),
-        gradients=unreduced + reduced,
-        master=states if plan.separates_master(home) else 0,
-        moments=2 * states,
+        parameters=stored(plan.parameter) * plan.parameter.itemsize if plan.parameter.home is home else 0,
+        gradients=(numel if resident else reduced) * plan.gradient.itemsize,
+        master=owned * plan.optimizer.itemsize if plan.separates_master(home) else 0,
+        moments=2 * owned * plan.optimizer.itemsize,
     )
 
 

@@ -272,27 +272,22 @@ class Shards:
         for kind in self.moment_kinds:
             yield StateFragment(spec, kind, start, stop, self.moment(kind, bucket, within))
 
-    def model_state_bytes(self, *, optimizer_bytes: int = 0) -> ModelStateBytes:
-        """Return the bytes of persistent flat tensors and of an optimizer's own state, without gathered parameters."""
-        states = self._states.values()
-        gradients = (*self._resident_gradients.values(), *(state.gradient for state in states))
-        whole = (self._flats[section.index] for section in self.layout.sections if not section.partitioned)
-        return ModelStateBytes(
-            parameters=sum(map(_nbytes, whole)) + sum(map(_nbytes, self._working_shards.values())),
-            gradients=sum(flat.numel() * flat.element_size() for flat in gradients),  # an arena's storage is shared
-            master=sum(_nbytes(state.master) for state in states if state.master is not None),
-            moments=sum(_nbytes(moment) for state in states for moment in state.moments.values()) + optimizer_bytes,
-        )
+    def model_state_bytes(self, home: Home = Home.DEVICE, *, optimizer_bytes: int = 0) -> ModelStateBytes:
+        """Return the bytes at a home of persistent flat tensors, without gathered parameters.
 
-    def host_state_bytes(self, *, optimizer_bytes: int = 0) -> ModelStateBytes:
-        """Return the bytes of those flat tensors, and of an optimizer's own state, whose home is host memory."""
-        away = [state for state in self._states.values() if not state.home.is_device]
-        parameters = () if self._parameter_home.is_device else self._working_shards.values()
+        optimizer_bytes: those of an optimizer's own state there.
+        """
+        states = [state for owner, state in self._states.items() if owner is home]
+        parameters = [*self._working_shards.values()] if self.plan.parameter.home is home else []
+        gradients = [state.gradient for state in states]
+        if home is Home.DEVICE:
+            parameters += [self._flats[section.index] for section in self.layout.sections if not section.partitioned]
+            gradients += self._resident_gradients.values()
         return ModelStateBytes(
             parameters=sum(map(_nbytes, parameters)),
-            gradients=sum(_nbytes(state.gradient) for state in away),
-            master=sum(_nbytes(state.master) for state in away if state.master is not None),
-            moments=sum(_nbytes(moment) for state in away for moment in state.moments.values()) + optimizer_bytes,
+            gradients=sum(flat.nbytes for flat in gradients),  # an arena's storage is shared
+            master=sum(_nbytes(state.master) for state in states if state.master is not None),
+            moments=sum(_nbytes(moment) for state in states for moment in state.moments.values()) + optimizer_bytes,
         )
 
     def _attach_parameters(self, section: Section, first_value: FirstValue) -> Tensor:

@@ -115,6 +115,7 @@ class ShardUpdate:
         self._places_by_home: dict[StateHome, list[int]] = {}  # of fragments among all
         for place, (bucket, _) in enumerate(partition):
             self._places_by_home.setdefault(shards.home(bucket), []).append(place)
+        self._homes = list(dict.fromkeys(map(shards.home, self._buckets)))
         self._travelling: list[Arrival] = []  # updated weights on their way to the device
 
     def largest_buffer_bytes(self, *, on_device: bool) -> int:
@@ -181,7 +182,7 @@ class ShardUpdate:
             self._separate(name)
             self._left_alone[name] += flag if inputs.found_inf is None else flag * (1.0 - inputs.found_inf)
         inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
-        steps = {home: _HomeStep(step.to(home.device), inputs.to(home.device)) for home in self._places_by_home}
+        steps = {home: _HomeStep(step.to(home.device), inputs.to(home.device)) for home in self._homes}
         for index, (bucket, _, run, parameter) in enumerate(self.runs):
             home = self._shards.home(bucket)
             at_home, memory = steps[home], home.scratch(buffers)
@@ -269,14 +270,14 @@ class ShardUpdate:
                 of_group = numbers.groups.get(owned.run.group)
                 self._optimizer.start(index, numbers.parameters.get(owned.parameter, of_group))
 
-    def optimizer_bytes(self, *, on_host: bool = False) -> int:
-        """Return the bytes of the state that a torch optimizer allocates itself; on_host: those in host memory only."""
+    def optimizer_bytes(self, *, on_device: bool) -> int:
+        """Return the bytes of the state that a torch optimizer allocates itself; on_device: there, else elsewhere."""
         if self._optimizer.moments:
             return 0
         kept = (
             self._optimizer.state(index, owned.run)
             for index, owned in enumerate(self.runs)
-            if not (on_host and self._shards.home(owned.bucket).is_device)
+            if self._shards.home(owned.bucket).is_device == on_device
         )
         return sum(tensor.nbytes for state in kept for tensor in state.values())
 

@@ -274,7 +274,7 @@ ledger_limit pipeline_trace_dir log_params_norm log_num_zeros_in_grad check_for_
 EFFECTIVE = frozenset(_EFFECTIVE.split())
 # Settings that other rules refuse where they cannot take effect.
 _REFUSED_ELSEWHERE = """
-num_layers_per_virtual_pipeline_stage pipeline_schedule pipeline_split fp8_format finetune
+num_layers_per_virtual_pipeline_stage pipeline_schedule pipeline_split fp8_format finetune offload_param
 """
 REFUSED_ELSEWHERE = frozenset(_REFUSED_ELSEWHERE.split())
 
