@@ -353,8 +353,7 @@ class _Draw:
             "bucket": choose([0, 16, 64, 1 << 20]),
             "persists": choose([0, 0, 6]),
             "sums": chance() < 0.1,
-            "zero": dict([choose(list(ZERO.items()))] if chance() < 0.5 else [])
-            | dict(self._homes.choice(HOMES)),
+            "zero": dict([choose(list(ZERO.items()))] if chance() < 0.5 else []) | dict(self._homes.choice(HOMES)),
         }
 
     def _next_seed(self) -> int:

@@ -7,7 +7,8 @@ crosses between a home and the device goes through `store`, `load` and `bring`.
 """
 
 from collections import deque
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -81,15 +82,22 @@ class _Travelling(NamedTuple):
 
 
 class HostHome:
-    """The host's memory, an allocation of its own beside the device's, on a CPU too.
-
-    nbytes: allocated for state.  stored_bytes, loaded_bytes: copied from the device and to it since the beginning.
-    """
+    """The host's memory, an allocation of its own beside the device's, on a CPU too."""
 
     is_device = False
 
-    def __init__(self, device: torch.device, *, is_pinned: bool = True, ledger: AnyLedger | None = None) -> None:
-        """device: the one that computes the model.  is_pinned: whether the system may not move the memory."""
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        is_pinned: bool = True,
+        ledger: AnyLedger | None = None,
+        record: Callable[[Literal["store", "load"], int], None] = lambda way, nbytes: None,
+    ) -> None:
+        """device: the one that computes the model.  is_pinned: whether the system may not move the memory.
+
+        record: called with the way and the bytes of every copy.
+        """
         self.device = torch.device("cpu")
         self._is_pinned = is_pinned and device.type == "cuda"
         self._converts_while_copying = device.type != "cuda"
@@ -97,12 +105,10 @@ class HostHome:
         self._away, self._back = copy_stream(device), copy_stream(device)
         self._pool = FusedBuffers(0, self.device, allocate=self._bytes)
         self._narrowed: deque[_Travelling] = deque()
-        self.nbytes = self.stored_bytes = self.loaded_bytes = 0
+        self._record = record
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        nbytes = numel * dtype.itemsize
-        self.nbytes += nbytes
-        return self._bytes(nbytes).zero_().view(dtype)
+        return self._bytes(numel * dtype.itemsize).zero_().view(dtype)
 
     def scratch(self, of_device: Scratch) -> Scratch:
         return self._pool
@@ -114,11 +120,11 @@ class HostHome:
 
     def store(self, target: Tensor, source: Tensor) -> Arrival:
         assert target.dtype == source.dtype, "a gradient is converted on the device, before it travels"
-        self.stored_bytes += source.nbytes
+        self._record("store", source.nbytes)
         return self._away.copy(target, source)
 
     def load(self, target: Tensor, source: Tensor) -> Arrival:
-        self.loaded_bytes += target.nbytes
+        self._record("load", target.nbytes)
         if target.dtype == source.dtype or self._converts_while_copying:
             return self._back.copy(target, source)
         while len(self._narrowed) >= _MAX_TRAVELLING:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megazero.comm.interface import Communicator
+from megazero.comm.interface import HOST, Communicator
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import UNLIMITED, ZeroConfig
 from megazero.errors import Problem, UsageError, raise_problems
@@ -161,7 +161,12 @@ class Engine:
                 consumers.setdefault(module, []).append(unit.name)
         self._slots = {slot.spec.name: (section, slot) for section in self.layout.sections for slot in section.slots}
         zero = settings.zero
-        self._host = HostHome(mesh.device, is_pinned=zero.offload_pin_memory, ledger=settings.ledger)
+        self._host = HostHome(
+            mesh.device,
+            is_pinned=zero.offload_pin_memory,
+            ledger=settings.ledger,
+            record=partial(mesh.meter.record, HOST),
+        )
         self._shards = Shards(
             plan,
             self.layout,

@@ -121,6 +121,13 @@ class ModelStateBytes:
         return self.parameters + self.gradients + self.master + self.moments
 
 
+class HostTraffic(NamedTuple):
+    """The bytes that a rank copies from the device to host memory, and back."""
+
+    stored: int
+    loaded: int
+
+
 class _Stage(NamedTuple):
     parameter: Placement
     gradient: Placement
@@ -203,3 +210,26 @@ def data_parallel_bytes(
         row = plan.gradient if plan.gradient.placement is Placement.REPLICATED else plan.parameter
         gathered = numel * row.itemsize
     return (reduced + gathered) * (partitions - 1) // partitions
+
+
+def host_traffic(
+    plan: ZeroPlan, numel: int, partitions: int, num_micro_batches: int, *, num_gathers: int | None = None
+) -> HostTraffic:
+    """Return what a rank copies between the device and host memory in a step, by formula.
+
+    numel, num_gathers: as for `data_parallel_bytes`.  A gradient's sum leaves once for each reduction, and comes back
+    before all but the first.  Updated weights come back once; where their home is host memory they stay there, and a
+    partition comes for each gather.
+    """
+    owned = numel // partitions
+    away = round(owned * plan.share_at(Home.HOST))
+    reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
+    stored = reductions * away * plan.gradient.itemsize
+    loaded = (reductions - 1) * away * plan.gradient.itemsize
+    if plan.parameter.home is Home.DEVICE:
+        loaded += away * plan.parameter.itemsize
+    else:
+        gathers = 2 * num_micro_batches if num_gathers is None else num_gathers
+        loaded += gathers * owned * plan.parameter.itemsize
+        stored += (owned - away) * plan.parameter.itemsize
+    return HostTraffic(stored, loaded)

@@ -245,7 +245,10 @@ class Shards:
         target = self._parameter_home if is_partitioned else self.device_home
         if target.is_device:
             return home.load(working, master)
-        working.copy_(master)
+        if home.is_device:
+            target.store(working, master.to(working.dtype)).finish()  # before the narrowed copy is freed
+        else:
+            working.copy_(master)
         return ARRIVED
 
     def owned_state(self, coordinates: Mapping[str, int]) -> Iterator[StateFragment]:

@@ -6,6 +6,7 @@ until then, so that nothing can have read it before.
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from support.late_copies import late_copies
 from support.processes import run_ranks
 from support.training import Cell, Outcome, train_on_rank, write_text_corpus
+
+from megazero.zero.plan import Home, host_traffic, model_state_bytes, resolve
 
 OPTIMIZER = {"offload_optimizer": "cpu"}
 PARAMETERS = {"offload_param": "cpu"}
@@ -89,6 +92,7 @@ def compare(rank: int, case: Case, prefix: str) -> tuple[Outcome, Outcome]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cell} {'+'.join(case.moved)}")
 def test_a_home_changes_no_bit(case: Case, corpus: str) -> None:
     for plain, moved in run_ranks(case.cell.world_size, compare, case, corpus):
+        check_bytes(case, plain, moved)
         assert moved.losses == plain.losses
         assert list(map(str, moved.grad_norms)) == list(map(str, plain.grad_norms))  # not finite where a step overflows
         assert moved.skipped == plain.skipped
@@ -97,3 +101,26 @@ def test_a_home_changes_no_bit(case: Case, corpus: str) -> None:
         for ours, theirs in zip(moved.saved, plain.saved, strict=True):
             assert ours[:4] == theirs[:4]
             assert torch.equal(ours.values, theirs.values), (ours.name, ours.kind)
+
+
+def check_bytes(case: Case, plain: Outcome, moved: Outcome) -> None:
+    """Check what left the device, what it takes at home, and what crossed between the two, against the formulas."""
+    cell = case.cell.with_settings(case.moved)
+    plan = resolve((config := cell.config("corpus")).zero, config.precision)
+    padded, _ = moved.layout
+    assert "host" not in plain.comm_bytes and not any(plain.host_states.values())
+    if "offload_optimizer_ratio" in case.moved:  # whole buckets leave, so the share is nearly that
+        share = moved.host_states["moments"] / (moved.host_states["moments"] + moved.model_state_bytes["moments"])
+        assert share == pytest.approx(config.zero.offload_optimizer_ratio, abs=0.15)
+        return
+    persistent = moved.persistent_numel if cell.stage == 3 else 0
+    if not persistent:
+        assert moved.host_states == asdict(model_state_bytes(plan, padded, cell.dp, Home.HOST))
+        assert moved.model_state_bytes == asdict(model_state_bytes(plan, padded, cell.dp))
+    gathered = moved.comm_bytes.get("dp", {}).get("all_gather", 0) if plan.parameter.home is Home.HOST else 0
+    if cell.dp > 1 and not config.parallel.sequence_parallel:  # whose partial gradients come back to be summed
+        is_away = plan.gradient.home is Home.HOST
+        tied = moved.comm_bytes.get("ends", {}).get("all_reduce", 0) if is_away else 0  # of two ranks: the bytes summed
+        step = host_traffic(plan, padded, cell.dp, cell.accumulation, num_gathers=0)
+        loaded = step.loaded + gathered // (cell.dp - 1)  # a rank sends its partition, which has come, to all others
+        assert moved.comm_bytes["host"] == {"store": step.stored + tied, "load": loaded + tied}

@@ -18,7 +18,7 @@ class LateCopies:
 
     def copy(self, target: Tensor, source: Tensor) -> "_LateArrival":
         self._queue.append((self._number, target, source))
-        target.fill_(torch.nan)
+        target.fill_(torch.nan if target.is_floating_point() else -1)
         self._number += 1
         return _LateArrival(self, self._number - 1)
 

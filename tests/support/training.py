@@ -37,6 +37,7 @@ from megazero.parallel.topology import ENDS
 from megazero.train.build import RunComponents, batch_layout, build_components, step_context
 from megazero.train.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
+from megazero.zero.plan import Home
 
 SCHEDULE, WARMUP = 5, 2  # the steps of the warm-up and the decay
 STEPS = 3  # the warm-up, after which a few cells go on through the decay
@@ -138,6 +139,7 @@ class Outcome:
     gathered_numel: tuple[int, int]  # elements of gathered parameters: now, and at most
     persistent_numel: int  # elements of parameters that are not partitioned
     seconds: float
+    host_states: dict[str, int]
 
     def full(self, others: Iterable["Outcome"], kind: str = "weight") -> dict[str, Tensor]:
         """Assemble full tensors from the boxes that all ranks own."""
@@ -171,7 +173,18 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     unit_numel = {section.unit: section.numel for section in core.engine.layout.sections}
     gathered = core.engine.gathered_numel
     persistent = sum(section.numel for section in core.engine.layout.sections if not section.partitioned)
-    return Outcome(*zip_figures(figures), saved, comm_bytes, states, layout, unit_numel, gathered, persistent, seconds)
+    return Outcome(
+        *zip_figures(figures),
+        saved,
+        comm_bytes,
+        states,
+        layout,
+        unit_numel,
+        gathered,
+        persistent,
+        seconds,
+        asdict(core.engine.model_state_bytes(Home.HOST)),
+    )
 
 
 def run_steps(

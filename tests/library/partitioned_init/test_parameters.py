@@ -1,6 +1,5 @@
 """Tests the slices of a parameter that ranks keep, and the parameter's reconstruction from them."""
 
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -27,7 +26,7 @@ def parameter_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Pa
 SHAPES = [(), (1,), (2,), (7,), (3, 4), (5, 1, 7)]
 
 
-def through_slices(rank: int, source: int, gathered_numel: int, *, is_away: bool) -> list[tuple[int, bool]]:
+def through_slices(rank: int, source: int, gathered_numel: int, is_away: bool) -> list[tuple[int, bool]]:
     """Return, for each shape, the bytes that the rank keeps, and whether all values came back as on the source rank.
 
     is_away: whether slices live in host memory, to and from which copies are late.
@@ -57,7 +56,7 @@ def through_slices(rank: int, source: int, gathered_numel: int, *, is_away: bool
 @pytest.mark.parametrize(("source", "gathered_numel", "is_away"), [(0, 1 << 22, False), (2, 4, True), (1, 1, True)])
 def test_what_is_kept_comes_back(source: int, gathered_numel: int, is_away: bool) -> None:
     sizes = [-(-torch.Size(shape).numel() // 3) for shape in SHAPES] * 3
-    for found in run_ranks(3, partial(through_slices, is_away=is_away), source, gathered_numel):
+    for found in run_ranks(3, through_slices, source, gathered_numel, is_away):
         assert found == [(size, True) for size in sizes]
 
 
