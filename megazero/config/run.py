@@ -9,7 +9,14 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megazero.config.engine_sections import ActivationConfig, LimitConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
+from megazero.config.engine_sections import (
+    ActivationConfig,
+    LimitConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ReportConfig,
+    ZeroConfig,
+)
 from megazero.config.fields import STRICT, FieldInfo, describe, setting
 from megazero.config.model import ModelConfig
 
@@ -260,7 +267,11 @@ class LoggingConfig:
         1000, help="TensorBoard: points kept before they are written", unit="points", ge=1
     )
     tensorboard_log_interval: int = setting(1, help="TensorBoard: steps between points", unit="steps", ge=1)
-    log_timers_to_tensorboard: bool = setting(False, help="TensorBoard: seconds spent in each part of a step")
+    log_timers_to_tensorboard: bool = setting(
+        False,
+        help="TensorBoard and metrics file: seconds spent in each part of a step, as timing_log_level says; every"
+        " log_interval steps",
+    )
     log_validation_ppl_to_tensorboard: bool = setting(False, help="TensorBoard: perplexity beside the validation loss")
     ledger: bool = setting(
         False, help="keep the ledger: live memory by category and traffic by axis, of every step; slows the step down"
@@ -333,6 +344,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    reports: ReportConfig = field(default_factory=ReportConfig)
 
 
 # The sections in the order of `--help` and of the YAML file.
@@ -348,6 +360,7 @@ SECTIONS: tuple[tuple[str, type], ...] = (
     ("data", DataConfig),
     ("checkpoint", CheckpointConfig),
     ("logging", LoggingConfig),
+    ("reports", ReportConfig),
 )
 
 

@@ -134,8 +134,7 @@ def build_components(
         raise ConfigError(compiled_under_ledger("a kept ledger", config.training.compile))
     attention = choose_for_run(config, mesh.device, mesh.world)
     padded, stage = padded_vocab_size(config, vocab_size), mesh.coordinate("pp")
-    are_written = config.logging.log_timers_to_tensorboard and derived.tensorboard_dir(config) is not None
-    timers = Timers(mesh.device, waits=are_written or config.activations.profile_backward)
+    timers = Timers(mesh.device, level=config.reports.timing_log_level)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
     rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger, timers)
     in_flight = derived.num_micro_batches(config, mesh.topology.world_size)
@@ -154,7 +153,7 @@ def build_components(
     )
     if compiles and not tp.within_compiled and config.precision.accumulate_allreduce_grads_in_fp32:
         mark_alone(parameters_of_parts(model))  # torch compiles nothing that reads a bf16 tensor with an fp32 `.grad`
-    engine = _build_engine(config, model, mesh, buffers, ledger)
+    engine = _build_engine(config, model, mesh, buffers, ledger, timers)
     searches = config.training.compile == "max"
     compiled = compile_blocks(model, as_a_whole=tp.within_compiled, searches=searches) if compiles else None
     weights = _quantised_weights(config, model, engine, compiles=compiles)
@@ -260,7 +259,9 @@ def _num_positions(config: RunConfig, mesh: Mesh) -> int:
     return derived.global_batch_size(config, mesh.topology.world_size) * config.model.seq_length
 
 
-def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger) -> Engine:
+def _build_engine(
+    config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger, timers: Timers
+) -> Engine:
     settings = EngineSettings(
         config.zero,
         make_optimizer(
@@ -272,6 +273,7 @@ def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffe
         ledger,
         parameter_names=_all_parameters(config, model) if mesh.topology.pp > 1 else (),
         checks_finite=config.precision.check_for_nan_in_loss_and_grad,
+        timers=timers,
     )
     plan = resolve(config.zero, config.precision)
     return Engine(model, model.units(), plan, mesh=mesh, buffers=buffers, settings=settings)

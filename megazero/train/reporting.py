@@ -20,6 +20,7 @@ from megazero.report.metrics import Rates, flops_per_token, peak_tflops
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.step_profile import StepProfile
 from megazero.report.stragglers import StragglerReport
+from megazero.report.timing_report import TimingReport
 from megazero.report.writers import as_markdown, open_writers
 from megazero.rules.optimizer import optimizer_choice
 from megazero.train.components import RunComponents
@@ -37,13 +38,17 @@ def _mask_bytes(config: RunConfig) -> int:
     return config.training.micro_batch_size * config.model.seq_length**2 * DTYPES[config.precision.precision].itemsize
 
 
+def _has_files(config: RunConfig) -> bool:
+    """Return True if figures of steps go to files."""
+    return config.logging.metrics_file is not None or derived.tensorboard_dir(config) is not None
+
+
 def _statistics(config: RunConfig) -> StatisticsChoice:
     logging = config.logging
-    is_written = logging.metrics_file is not None or derived.tensorboard_dir(config) is not None
     return StatisticsChoice(
         params_norm=logging.log_params_norm,
         num_zeros=logging.log_num_zeros_in_grad,
-        optimizer_states=logging.log_optimizer_states_to_tensorboard and is_written,
+        optimizer_states=logging.log_optimizer_states_to_tensorboard and _has_files(config),
     )
 
 
@@ -109,6 +114,7 @@ def make_reporting(
         train_samples=end if len(sizes.sizes) > 1 else None,
         world_size=world_size,
         resumed_iteration=state.iteration,
+        times_parts=config.reports.timing_log_level > 0,
         texts={title: as_markdown(lines) for title, lines in texts.items()},
     )
     in_tensorboard = logging.tensorboard_dir is not None and (logging.ledger or logging.log_memory_to_tensorboard)
@@ -142,6 +148,13 @@ def make_reporting(
         statistics=_statistics(config),
         log_interval=logging.log_interval,
         profile=_profile(config, components.mesh),
+        part_times=TimingReport(
+            components.mesh,
+            level=config.reports.timing_log_level,
+            option=config.reports.timing_log_option,
+            log_interval=logging.log_interval,
+            is_on=config.reports.timing_log_level > 0 or (logging.log_timers_to_tensorboard and _has_files(config)),
+        ),
         stragglers=StragglerReport(components.mesh, log_interval=logging.log_interval),
         opening=opening_line(
             describe(activation_config(config), _max_checkpoints(config, components), components.mesh.topology.tp),
