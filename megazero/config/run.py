@@ -322,6 +322,14 @@ class LoggingConfig:
     profile_step_start: int = setting(10, help="steps of the run before the first that is profiled", unit="steps", ge=0)
     profile_step_end: int = setting(12, help="the last step that is profiled", unit="steps", ge=1)
     profile_ranks: tuple[str, ...] = setting(("0",), help="ranks that are profiled")
+    record_memory_history: bool = setting(
+        False,
+        help="on GPUs, record what allocates memory on the ranks that are profiled, from before the model is made to"
+        " the end of the profile, and write it for torch's viewer of memory",
+    )
+    memory_snapshot_path: Path = setting(
+        Path("snapshot.pickle"), help="file for that; if several ranks are profiled, with the rank before its suffix"
+    )
     use_pytorch_profiler: bool = setting(
         False,
         help="profile with torch's profiler, which writes a trace for each rank into profile/ below --tensorboard-dir,"

@@ -60,7 +60,7 @@ _PUBLISHED = (
     " profile-ranks profile-step-end profile-step-start use-pytorch-profiler"
     " recompute-method recompute-num-layers save-interval sequence-parallel sgd-momentum split"
     " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size timing-log-option tokenizer-model"
-    " use-checkpoint-opt-param-scheduler vocab-file weight-decay"
+    " use-checkpoint-opt-param-scheduler vocab-file weight-decay record-memory-history memory-snapshot-path"
 )
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 

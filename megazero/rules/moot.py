@@ -715,7 +715,22 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"save": "DIR", "tensorboard_dir": "DIR"},
     ),
     Row(
-        ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
+        ("memory_snapshot_path",),
+        lambda c: "" if c.logging.record_memory_history else "no history of memory is recorded",
+        {"record_memory_history": True},
+    ),
+    Row(
+        ("record_memory_history",),
+        lambda c: (
+            "only a GPU's allocator records one; on CPUs the ledger (--ledger --ledger-dir DIR) tells what lives in"
+            " memory"
+            if c.parallel.device == "cpu"
+            else ""
+        ),
+        {"device": "cuda"},
+    ),
+    Row(
+        ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler", "record_memory_history"),
         lambda c: "" if c.logging.profile else "no step is profiled",
         {"profile": True},
     ),

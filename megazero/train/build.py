@@ -75,7 +75,7 @@ from megazero.train.pipeline_stages import (
     stage_chunks,
     stage_plan,
 )
-from megazero.train.reporting import make_reporting, missed_profile, missing_statistics
+from megazero.train.reporting import begin_memory_history, make_reporting, missed_profile, missing_statistics
 from megazero.train.resolve_activations import resolve_activations
 from megazero.train.samples import PROMPT_TOKENS, SampledText
 from megazero.train.saving import (
@@ -399,6 +399,7 @@ def _assemble_on(
     for reason in reasons:
         console.line(reason)
     config = replace(config, activations=activations)
+    history = begin_memory_history(config, mesh)
     components = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
     if components.attention.line:
         console.line(components.attention.line)
@@ -411,6 +412,11 @@ def _assemble_on(
         console.line(f"--compile-num-layers {config.training.compile_num_layers}: moot here, since nothing is compiled")
     if config.logging.profile and mesh.device.type == "cpu" and not config.logging.use_pytorch_profiler:
         console.line("--profile: moot here, because on CPUs only torch's profiler sees a step (--use-pytorch-profiler)")
+    if config.logging.record_memory_history and mesh.device.type == "cpu":
+        console.line(
+            "--record-memory-history: moot here, because only a GPU's allocator records one; on CPUs the ledger"
+            " (--ledger --ledger-dir DIR) tells what lives in memory"
+        )
     if notice := missing_statistics(config):
         console.line(notice)
     train_iters = derived.train_iters(config, launch.world_size)
@@ -446,7 +452,7 @@ def _assemble_on(
         timetable=_timetable(config, last),
         saver=saver,
         reporting=make_reporting(
-            config, console, components, inputs, resumed.state, last=last, layout=[*drawing, *stages]
+            config, console, components, inputs, resumed.state, history=history, last=last, layout=[*drawing, *stages]
         ),
         journal=journal,
         sampled=_sampled(config, inputs, prints=console.prints),

@@ -15,6 +15,7 @@ from megazero.console import Console
 from megazero.optim.configured import saved_kinds
 from megazero.report.device_memory import MemoryReport
 from megazero.report.ledger_report import LedgerReport
+from megazero.report.memory_history import MemoryHistory, snapshot_of
 from megazero.report.memory_report import closing_lines, opening_line
 from megazero.report.metrics import Rates, flops_per_token, peak_tflops
 from megazero.report.pipeline_report import PipelineReport
@@ -52,15 +53,27 @@ def _statistics(config: RunConfig) -> StatisticsChoice:
     )
 
 
-def _profile(config: RunConfig, mesh: Mesh) -> StepProfile:
+def is_profiled(config: RunConfig, rank: int) -> bool:
+    return config.logging.profile and rank in map(int, config.logging.profile_ranks)
+
+
+def begin_memory_history(config: RunConfig, mesh: Mesh) -> MemoryHistory | None:
+    """Begin the history of memory of a rank that is profiled; None without --record-memory-history, and on CPUs."""
+    logging = config.logging
+    if not (logging.record_memory_history and mesh.device.type == "cuda" and is_profiled(config, mesh.rank)):
+        return None
+    return MemoryHistory(snapshot_of(logging.memory_snapshot_path, mesh.rank, len(logging.profile_ranks)))
+
+
+def _profile(config: RunConfig, mesh: Mesh, history: MemoryHistory | None) -> StepProfile:
     """Return the profile of this rank: of no step without --profile, and where CUDA's profiler has no GPU."""
     logging, folder = config.logging, derived.profile_folder(config)
     is_seen = logging.use_pytorch_profiler or mesh.device.type == "cuda"
-    is_on = logging.profile and is_seen and mesh.rank in map(int, logging.profile_ranks)
+    is_on = is_seen and is_profiled(config, mesh.rank)
     first, last = logging.profile_step_start + 1, logging.profile_step_end
     name = f"rank{mesh.rank:04d}_steps{first}-{last}.pt.trace.json"
     trace = folder / name if folder is not None and logging.use_pytorch_profiler else None
-    return StepProfile(mesh.device, first=first if is_on else 0, last=last, trace=trace)
+    return StepProfile(mesh.device, first=first if is_on else 0, last=last, trace=trace, history=history)
 
 
 def missed_profile(config: RunConfig, iteration: int, last: int) -> str:
@@ -92,13 +105,14 @@ def make_reporting(
     inputs: RunInputs,
     state: TrainState,
     *,
+    history: MemoryHistory | None,
     last: int,
     layout: Sequence[str],
 ) -> Reporting:
     """Return the writers and reports of a run.
 
-    state: the counters that it continues from.  last: the iteration at which it ends.  layout: its drawing, for
-    TensorBoard.
+    state: the counters that it continues from.  history: `begin_memory_history`, of before the model was made.
+    last: the iteration at which it ends.  layout: its drawing, for TensorBoard.
     """
     device, world_size = components.mesh.device, components.mesh.topology.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -147,7 +161,7 @@ def make_reporting(
         pipeline=pipeline,
         statistics=_statistics(config),
         log_interval=logging.log_interval,
-        profile=_profile(config, components.mesh),
+        profile=_profile(config, components.mesh, history),
         part_times=TimingReport(
             components.mesh,
             level=config.reports.timing_log_level,

@@ -222,6 +222,15 @@ RUN_CASES = (
         }.items()
     ),
     Case("profile", True, ERROR, {"device": "cpu"}, {"device": "cuda"}),
+    Case("record_memory_history", True, NOTICE, {"device": "cuda"}, {"device": "cuda", "profile": True}),
+    Case(
+        "record_memory_history",
+        True,
+        NOTICE,
+        {"device": "cpu", "profile": True, "use_pytorch_profiler": True, "tensorboard_dir": "tb"},
+        {"profile": True},
+    ),
+    Case("memory_snapshot_path", "m.pickle", NOTICE, {}, {"profile": True, "record_memory_history": True}),
     Case("log_optimizer_states_to_tensorboard", True, NOTICE, {}, {"metrics_file": "m.jsonl"}),
     Case(
         "log_validation_ppl_to_tensorboard",
