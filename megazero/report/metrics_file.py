@@ -24,7 +24,9 @@ class MetricsFile:
     starts over.  Raises `ConfigError` when the file cannot be written, or is not a metrics file.
     """
 
-    def __init__(self, path: Path, *, resumed_iteration: int = 0) -> None:
+    def __init__(self, path: Path, *, resumed_iteration: int = 0, has_timers: bool = False) -> None:
+        """has_timers: True writes the times of parts at log intervals."""
+        self._has_timers = has_timers
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_fifo():  # opening it would wait for a program that reads
@@ -36,7 +38,10 @@ class MetricsFile:
             raise ConfigError(Problem(f"--metrics-file {path}: {error.strerror}", rule, "another path")) from error
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
-        self._write(_step_record(metrics, ranks))
+        record = _step_record(metrics, ranks)
+        if self._has_timers and metrics.part_times is not None:
+            record["timers"] = metrics.part_times.to_json()
+        self._write(record)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._write({"evaluation": _evaluation_record(evaluation)})

@@ -66,9 +66,12 @@ class ConsoleWriter:
         log_interval: int,
         train_iters: int,
         train_samples: int | None = None,
+        times_parts: bool = False,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
+        """train_samples: see `IntervalMetrics.eta_seconds`.  times_parts: True prints the times of parts."""
         self._console = console
+        self._times_parts = times_parts
         self._train_samples = train_samples
         self._log_interval = log_interval
         self._train_iters = train_iters
@@ -83,6 +86,8 @@ class ConsoleWriter:
         due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._train_iters
         if due or self._first:
             self.flush()
+        if metrics.part_times is not None and self._times_parts:
+            self._console.line("\n".join(metrics.part_times.lines()))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._console.line(f"{evaluation.split} loss at iteration {evaluation.iteration} | " + _evaluation(evaluation))
@@ -179,6 +184,11 @@ class TensorBoardWriter:
         self._waited += metrics.data_wait_seconds
         for name, value in metrics.statistics.items():  # which have an interval of their own
             self._add(f"optimizer/{name.replace('_', '-') if name in _DASHED else name}", value, metrics)
+        if self._config.log_timers_to_tensorboard and metrics.part_times is not None:  # so have these
+            for name, seconds in metrics.part_times.largest().items():
+                self._events.add_scalar(f"time/{name}", seconds, metrics.iteration)
+            for name, seconds in metrics.part_times.smallest().items():
+                self._events.add_scalar(f"time/{name}-min", seconds, metrics.iteration)
         if metrics.iteration % self._config.tensorboard_log_interval:
             return
         for tag, value in _training_scalars(metrics, self._world_size).items():
@@ -225,8 +235,6 @@ class TensorBoardWriter:
             scalars["speed/mfu"] = metrics.mfu
         if metrics.pipeline_idle_share is not None:
             scalars["speed/pipeline-idle-share"] = metrics.pipeline_idle_share
-        if self._config.log_timers_to_tensorboard:
-            scalars.update({f"time/{name}": seconds for name, seconds in metrics.timers.items()})
         if self._config.log_memory_to_tensorboard and ranks:
             scalars.update(_memory_scalars(ranks))
         scalars.update(ledger_scalars([figures.ledger for figures in ranks]))
@@ -269,19 +277,26 @@ def open_writers(
     resumed_iteration: int = 0,
     texts: Mapping[str, str] = MappingProxyType({}),
     train_samples: int | None = None,
+    times_parts: bool = False,
 ) -> tuple[MetricsWriter, ...]:
     """Return the writers of the configuration; none on a rank that does not print.
 
-    texts: see `TensorBoardWriter`.  train_samples: see `IntervalMetrics.eta_seconds`.
+    texts: see `TensorBoardWriter`.  train_samples, times_parts: see `ConsoleWriter`.
     """
     if not console.prints:
         return ()
     every = config.log_interval
     writers: list[MetricsWriter] = [
-        ConsoleWriter(console, log_interval=every, train_iters=train_iters, train_samples=train_samples)
+        ConsoleWriter(
+            console, log_interval=every, train_iters=train_iters, train_samples=train_samples, times_parts=times_parts
+        )
     ]
     if config.metrics_file is not None:
-        writers.append(MetricsFile(config.metrics_file, resumed_iteration=resumed_iteration))
+        writers.append(
+            MetricsFile(
+                config.metrics_file, resumed_iteration=resumed_iteration, has_timers=config.log_timers_to_tensorboard
+            )
+        )
     if config.tensorboard_dir is not None:
         writers.append(
             TensorBoardWriter(config, world_size=world_size, texts=texts, resumed_iteration=resumed_iteration)

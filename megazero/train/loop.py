@@ -30,8 +30,10 @@ from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.step_profile import StepProfile
 from megazero.report.stragglers import OwnTime, StragglerReport
+from megazero.report.timing_report import TimingReport
 from megazero.report.writers import MetricsWriter
 from megazero.signals import StopRequest
+from megazero.timers import Timings
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet, evaluate
 from megazero.train.leaving import leave_page
@@ -74,6 +76,7 @@ class Reporting:
     ledger: LedgerReport
     pipeline: PipelineReport
     stragglers: StragglerReport
+    part_times: TimingReport
     opening: str
     closing: Callable[[], Sequence[str]]
     statistics: StatisticsChoice
@@ -113,7 +116,7 @@ class _PendingStep(NamedTuple):
     lr: float
     loss_scale: float
     seconds: float
-    timers: Mapping[str, float]
+    timers: Timings
     comm_bytes: Mapping[str, Mapping[str, int]]
     memory: StepMemory
     ledger: Mapping[str, Any]
@@ -206,6 +209,7 @@ class _Loop:
         timers, meter, loader = self._context.timers, self._context.mesh.meter, self._run.loader
         flight = meter.flight
         flight.iteration, flight.activity = self._state.iteration + 1, "data"
+        timers.take()  # an evaluation or a checkpoint since the last step is no part of one
         self._run.reporting.profile.begin_step(self._state.iteration + 1)
         waited_before = loader.waited_seconds
         with timers.measure("batch-generator"):
@@ -280,6 +284,11 @@ class _Loop:
                 taken = read_statistics(statistics, self._run.reporting.statistics)
                 metrics = replace(metrics, statistics=taken)
             self._stops = self._stops or stops > 0
+            is_last = pending.iteration == self._run.timetable.train_iters
+            part_times = self._run.reporting.part_times.step(
+                pending.iteration, pending.seconds, pending.timers, is_last=is_last
+            )
+            metrics = replace(metrics, part_times=part_times)
             ranks = self._rank_metrics(pending) if self._run.reporting.gathers_ranks else []
             for writer in self._run.reporting.writers:
                 writer.step(metrics, ranks)
@@ -311,7 +320,7 @@ class _Loop:
             tflops_per_device=rates.tflops_per_device(num_tokens, seconds=seconds),
             mfu=rates.mfu(num_tokens, seconds=seconds),
             overflow_parameter=overflow_parameter,
-            timers=pending.timers,
+            timers=pending.timers.read(),
             pipeline_idle_share=self._run.reporting.pipeline.publish(pending.iteration, pending.spans),
             data_wait_seconds=pending.data_wait_seconds,
         )

@@ -10,6 +10,7 @@ from megazero.memory.lease import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
 from megazero.parallel.param_spec import StateFragment
+from megazero.timers import Timers
 from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.shards import Shards
@@ -70,6 +71,7 @@ class ShardUpdate:
         *,
         sub_group_numel: int,
         counted_at: Mapping[str, int],
+        timers: Timers,
         names: Sequence[str] = (),
     ) -> None:
         """Divide what this rank owns into runs; sub_group_numel: most elements updated at once.
@@ -80,6 +82,7 @@ class ShardUpdate:
         self._shards = shards
         self._publisher = publisher
         self._optimizer = optimizer
+        self._timers = timers
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
         self.runs = [run for bucket in self._buckets for run in self._runs(bucket, sub_group_numel)]
@@ -145,10 +148,11 @@ class ShardUpdate:
             self._left_alone[name] += flag if inputs.found_inf is None else flag * (1.0 - inputs.found_inf)
         inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
         for index, (bucket, _, run, parameter) in enumerate(self.runs):
-            if parameter:
-                self._update_parameter(index, inputs, absent.get(parameter), buffers)
-            else:
-                self._optimizer.update(index, run, step, inputs, buffers=buffers)
+            with self._timers.measure("optimizer-inner-step"):
+                if parameter:
+                    self._update_parameter(index, inputs, absent.get(parameter), buffers)
+                else:
+                    self._optimizer.update(index, run, step, inputs, buffers=buffers)
             if index + 1 == len(self.runs) or self.runs[index + 1].bucket is not bucket:
                 self._shards.copy_master_to_working(bucket)
                 self._publisher.publish(bucket)

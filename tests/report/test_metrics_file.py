@@ -12,6 +12,7 @@ from support.step_metrics import make_step
 from megazero.errors import ConfigError
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
 from megazero.report.metrics_file import MetricsFile
+from megazero.report.part_times import PartTimes
 
 RANKS = [
     RankMetrics(
@@ -46,6 +47,16 @@ def places(path: Path) -> list[str]:
     return [
         f"{line['evaluation']['iteration']}e" if "evaluation" in line else str(line["iteration"]) for line in read(path)
     ]
+
+
+def test_times_of_parts_are_written_where_that_is_asked_for(tmp_path: Path) -> None:
+    times = PartTimes("minmax", 4, {"optimizer": (0.5, 0.0, 0.25)})
+    for has_timers in (True, False):
+        file = MetricsFile(tmp_path / f"{has_timers}.jsonl", has_timers=has_timers)
+        file.step(step(4, part_times=times), RANKS)
+        file.close()
+    assert read(tmp_path / "True.jsonl")[0]["timers"] == {"optimizer": {"min": 0.25, "max": 0.5}}
+    assert "timers" not in read(tmp_path / "False.jsonl")[0]
 
 
 def test_a_step_line_has_these_names_and_every_digit(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from megazero.data.samples import Samples
 from megazero.errors import CheckpointError, DataError, Problem, TrainingError
 from megazero.parallel.launch import Launch
 from megazero.signals import StopRequest
+from megazero.timers import PARTS
 from megazero.train.build import assemble
 from megazero.train.check import check
 from megazero.train.leaving import leave_page, metrics_file_of
@@ -194,6 +195,26 @@ def test_statistics_are_those_of_what_is_saved(tmp_path: Path) -> None:
     for name, value in last.items():
         points = board.Scalars(f"optimizer/{tags.get(name, name)}")
         assert [point.step for point in points] == [1, 3, 5] and points[-1].value == pytest.approx(value)
+
+
+def test_times_of_parts_come_at_log_intervals(tmp_path: Path) -> None:
+    """An evaluation between two steps is no part of either."""
+    written = {"log_timers_to_tensorboard": True, "eval_iters": 20, "eval_interval": 1}
+    told = run(tmp_path, log_interval=2, timing_log_level=2, zero_stage=3, **written)
+    lines = told.text.splitlines()
+    heading = "milliseconds a step, over {}, minimum and maximum of all ranks:"
+    assert [line for line in lines if line.startswith("milliseconds")] == [
+        heading.format(steps) for steps in ("2 steps", "2 steps", "1 step")
+    ]
+    times = {line["iteration"]: line["timers"] for line in steps(tmp_path) if "timers" in line}
+    assert list(times) == [2, 4, 5]
+    between_stages = ("forward-recv", "forward-send", "backward-recv", "backward-send")
+    of_others = ("checkpoint-forward", "checkpoint-recompute", "backward-input-compute", "backward-weight-compute")
+    assert list(times[5]) == [name for name in PARTS if name not in (*between_stages, *of_others, "params-publish")]
+    last = {name: of_ranks["max"] for name, of_ranks in times[5].items()}
+    assert last["forward-compute"] + last["backward-compute"] < last["forward-backward"]
+    assert sum(last[name] for name in ("forward-backward", "all-grads-sync", "optimizer")) < last["step"]
+    assert [line.split()[0] for line in lines if line.startswith("    ")] == [*times[2], *times[4], *times[5]]
 
 
 def test_an_optimizer_without_a_variance_leaves_it_out(tmp_path: Path) -> None:
