@@ -23,7 +23,7 @@ from megazero.checkpoint.folders import list_steps, remove_hidden
 from megazero.checkpoint.journal import Journal
 from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.retention import Retention
-from megazero.checkpoint.runs import PROGRESS_KEY
+from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity
 from megazero.checkpoint.space import steps_to_save
 from megazero.checkpoint.state import TrainState
 from megazero.comm.local import LocalCommunicator
@@ -52,6 +52,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.parallel.param_spec import mark_alone, named_specs
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
+from megazero.report.curves_file import CURVES
 from megazero.report.device_memory import MemoryReport
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.memory_report import closing_lines, opening_line
@@ -90,6 +91,7 @@ from megazero.train.saving import (
     choose_run,
     find_checkpoint,
     is_from_root,
+    run_going_on,
 )
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine, EngineSettings
@@ -467,6 +469,7 @@ def _assemble_on(
     saver = _saver(config, components, resumed, lock, console)
     if saver is not None:
         _announce_start(journal, config, saver, resumed, launch.nodes, console)
+    run = run_going_on(config.checkpoint, resumed.checkpoint) if saver is None else saver.run
     return Run(
         context=step_context(config, components),
         state=resumed.state,
@@ -482,7 +485,7 @@ def _assemble_on(
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, last),
         saver=saver,
-        reporting=_reporting(config, console, components, inputs, resumed.state, layout=[*drawing, *stages]),
+        reporting=_reporting(config, console, components, inputs, resumed.state, layout=[*drawing, *stages], run=run),
         journal=journal,
         sampled=_sampled(config, inputs, prints=console.prints),
         launcher=launch.launcher,
@@ -750,6 +753,7 @@ def _reporting(
     state: TrainState,
     *,
     layout: Sequence[str],
+    run: RunIdentity,
 ) -> Reporting:
     """Return the writers and reports of a run; layout: its drawing, for TensorBoard."""
     device, world_size = components.mesh.device, components.mesh.topology.world_size
@@ -767,6 +771,8 @@ def _reporting(
         world_size=world_size,
         resumed_iteration=state.iteration,
         texts={title: as_markdown(lines) for title, lines in texts.items()},
+        curves=None if config.checkpoint.save is None else config.checkpoint.save / CURVES,
+        run=run.id,
     )
     in_tensorboard = logging.tensorboard_dir is not None and (logging.ledger or logging.log_memory_to_tensorboard)
     ledger = LedgerReport(
