@@ -1,4 +1,4 @@
-"""Writes a run's figures to the console, to a file of JSON lines (`metrics_file.py`), and for TensorBoard.
+"""Writes a run's figures to the console, to JSON lines (`metrics_file.py`, `curves_file.py`), and for TensorBoard.
 
 A *writer* is called with every step and every evaluation.  Writers exist on rank 0 only and never communicate with
 another rank or the device: their arguments are host figures.
@@ -6,12 +6,14 @@ another rank or the device: their arguments are host figures.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 from megazero.config.run import LoggingConfig
 from megazero.console import Console
 from megazero.errors import ConfigError, Problem
+from megazero.report.curves_file import CurvesFile
 from megazero.report.device_memory import StepMemory, device_memory_scalars
 from megazero.report.ledger_report import ledger_scalars
 from megazero.report.metrics import (
@@ -41,6 +43,9 @@ class MetricsWriter(Protocol):
 
     def picture(self, picture: StepPicture) -> None:
         """Write the picture of a step."""
+
+    def saved(self, iteration: int, ranks: Sequence[RankMetrics]) -> None:
+        """Take the figures of every rank, in rank order, when a checkpoint of `iteration` has been saved."""
 
     def flush(self) -> None:
         """Write the steps that are still held back, because the run ends here."""
@@ -97,6 +102,9 @@ class ConsoleWriter:
 
     def picture(self, picture: StepPicture) -> None:
         """Pictures are files of their own."""
+
+    def saved(self, iteration: int, ranks: Sequence[RankMetrics]) -> None:
+        """The console has no figures of ranks."""
 
     def close(self) -> None:
         self.flush()
@@ -213,6 +221,9 @@ class TensorBoardWriter:
             f"pictures/{picture.title}", to_pixels(picture.svg), picture.iteration, dataformats="HWC"
         )
 
+    def saved(self, iteration: int, ranks: Sequence[RankMetrics]) -> None:
+        """The steps have had their ranks' figures, where they are asked for."""
+
     def flush(self) -> None:
         self._events.flush()
 
@@ -278,10 +289,13 @@ def open_writers(
     texts: Mapping[str, str] = MappingProxyType({}),
     train_samples: int | None = None,
     times_parts: bool = False,
+    curves: Path | None = None,
+    run: str = "",
 ) -> tuple[MetricsWriter, ...]:
     """Return the writers of the configuration; none on a rank that does not print.
 
-    texts: see `TensorBoardWriter`.  train_samples, times_parts: see `ConsoleWriter`.
+    texts: see `TensorBoardWriter`.  train_samples, times_parts: see `ConsoleWriter`.  curves: the file of the run's
+    curves, None for a run that does not save.  run: the run's id, which both files of figures carry.
     """
     if not console.prints:
         return ()
@@ -294,7 +308,21 @@ def open_writers(
     if config.metrics_file is not None:
         writers.append(
             MetricsFile(
-                config.metrics_file, resumed_iteration=resumed_iteration, has_timers=config.log_timers_to_tensorboard
+                config.metrics_file,
+                resumed_iteration=resumed_iteration,
+                has_timers=config.log_timers_to_tensorboard,
+                run=run,
+            )
+        )
+    if curves is not None:
+        writers.append(
+            CurvesFile(
+                curves,
+                log_interval=every,
+                train_iters=train_iters,
+                resumed_iteration=resumed_iteration,
+                run=run,
+                say=console.line,
             )
         )
     if config.tensorboard_dir is not None:

@@ -88,6 +88,7 @@ from megazero.train.saving import (
     choose_run,
     find_checkpoint,
     is_from_root,
+    run_going_on,
 )
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine, EngineSettings
@@ -436,6 +437,7 @@ def _assemble_on(
     saver = _saver(config, components, resumed, lock, console)
     if saver is not None:
         _announce_start(journal, config, saver, resumed, launch.nodes, console)
+    run = run_going_on(config.checkpoint, resumed.checkpoint) if saver is None else saver.run
     return Run(
         context=step_context(config, components),
         state=resumed.state,
@@ -452,7 +454,15 @@ def _assemble_on(
         timetable=_timetable(config, last),
         saver=saver,
         reporting=make_reporting(
-            config, console, components, inputs, resumed.state, history=history, last=last, layout=[*drawing, *stages]
+            config,
+            console,
+            components,
+            inputs,
+            resumed.state,
+            history=history,
+            last=last,
+            layout=[*drawing, *stages],
+            run=run,
         ),
         journal=journal,
         sampled=_sampled(config, inputs, prints=console.prints),

@@ -137,6 +137,9 @@ def train(run: Run) -> str:
             return reason
         except BaseException as error:
             run.journal.write("stop", iteration=run.state.iteration, reason=first_line(error))
+            with suppress(OSError):  # the error that ends the run is the one to see
+                for writer in run.reporting.writers:
+                    writer.flush()
             _leave_page(run)
             raise
         finally:
@@ -151,8 +154,10 @@ def train(run: Run) -> str:
 
 
 def _leave_page(run: Run) -> None:
-    """Write the run's page, on rank 0 of a run that saves."""
-    if run.saver is not None and run.context.mesh.rank == 0:
+    """Write the run's page, on rank 0 of a run that saves; say that there is none if it does not."""
+    if run.saver is None:
+        run.reporting.console.line("no checkpoint and no page of this run: they are kept below --save DIR")
+    elif run.context.mesh.rank == 0:
         run.reporting.console.line(leave_page(run.saver.root))
 
 
@@ -177,6 +182,7 @@ class _Loop:
         self._max_pending = 0 if on_cpu or run.context.checks_overflow else 1
         self._first_iteration = run.state.iteration + 1
         self._stops = False
+        self._reported: _PendingStep | None = None
         self._saved_iteration = run.saver.saved_iteration if run.saver else None
         self._evaluated_iteration: int | None = None
 
@@ -275,6 +281,7 @@ class _Loop:
         """Read the figures of all but the last `max_pending` steps, and write them."""
         while len(self._pending) > max_pending:
             pending = self._pending.popleft()
+            self._reported = pending
             loss, norm, stops, skipped, overflow, *statistics = pending.figures.read()
             bad = BadStep(pending.batch, pending.loss_scale, int(overflow))
             is_overflow = skipped > 0 and self._context.checks_overflow
@@ -412,6 +419,10 @@ class _Loop:
         self._run.reporting.console.line(
             f"saved checkpoint of iteration {self._state.iteration} to {folder} in {format_duration(seconds)}"
         )
+        if self._reported is not None:
+            ranks = self._rank_metrics(self._reported._replace(memory=self._run.reporting.memory.now()))
+            for writer in self._run.reporting.writers:
+                writer.saved(self._state.iteration, ranks)
         self._restart_clock()
 
     def _restart_clock(self) -> tuple[float, float]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from megazero.activations.assemble import describe
+from megazero.checkpoint.runs import RunIdentity
 from megazero.checkpoint.state import TrainState
 from megazero.comm.mesh import Mesh
 from megazero.config import derived
@@ -13,6 +14,7 @@ from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
 from megazero.optim.configured import saved_kinds
+from megazero.report.curves_file import CURVES
 from megazero.report.device_memory import MemoryReport
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.memory_history import MemoryHistory, snapshot_of
@@ -108,6 +110,7 @@ def make_reporting(
     history: MemoryHistory | None,
     last: int,
     layout: Sequence[str],
+    run: RunIdentity,
 ) -> Reporting:
     """Return the writers and reports of a run.
 
@@ -130,6 +133,8 @@ def make_reporting(
         resumed_iteration=state.iteration,
         times_parts=config.reports.timing_log_level > 0,
         texts={title: as_markdown(lines) for title, lines in texts.items()},
+        curves=None if config.checkpoint.save is None else config.checkpoint.save / CURVES,
+        run=run.id,
     )
     in_tensorboard = logging.tensorboard_dir is not None and (logging.ledger or logging.log_memory_to_tensorboard)
     ledger = LedgerReport(

@@ -171,6 +171,21 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, foreign: by
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
 
 
+def test_lines_carry_their_run_and_another_runs_file_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    for resumed in (0, 1):
+        file = MetricsFile(path, resumed_iteration=resumed, run="a1")
+        file.step(step(resumed + 1), [])
+        file.close()
+    assert [line["run"] for line in read(path)] == ["a1", "a1"]
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"line 1: of run a1\n.* this is run b2"):
+        MetricsFile(path, resumed_iteration=1, run="b2")
+    assert path.read_bytes() == before
+    MetricsFile(path, run="b2").close()
+    assert path.read_bytes() == b""
+
+
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--metrics-file"):
         MetricsFile(tmp_path)

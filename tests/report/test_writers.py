@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megazero.config.run import LoggingConfig
 from megazero.console import Console
 from megazero.memory.ledger_figures import CATEGORIES
+from megazero.report.curves_file import CurvesFile
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
 from megazero.report.metrics_file import MetricsFile
 from megazero.report.part_times import PartTimes
@@ -245,8 +246,8 @@ def test_only_the_speaking_rank_writes(tmp_path: Path) -> None:
     config = LoggingConfig(metrics_file=tmp_path / "m.jsonl", tensorboard_dir=tmp_path / "tb")
     assert open_writers(config, console=Console(1), train_iters=10, world_size=2) == ()
     assert list(tmp_path.iterdir()) == []
-    writers = open_writers(config, console=Console(0), train_iters=10, world_size=2)
-    assert [type(writer) for writer in writers] == [ConsoleWriter, MetricsFile, TensorBoardWriter]
+    writers = open_writers(config, console=Console(0), train_iters=10, world_size=2, curves=tmp_path / "c.jsonl")
+    assert [type(writer) for writer in writers] == [ConsoleWriter, MetricsFile, CurvesFile, TensorBoardWriter]
     for writer in writers:
         writer.close()
 
