@@ -139,7 +139,7 @@ def largest_case(degree: int, options: argparse.Namespace) -> tuple[Case, Held]:
 
 def timed_steps(place: Place, config: RunConfig, number: int) -> list[Step]:
     """Time steps of this process, each of which begins when all processes of all jobs are ready, and return them."""
-    system, timers, taken = Steps(config, place), CpuTimers(place.device, waits=False), []
+    system, timers, taken = Steps(config, place), CpuTimers(place.device, level=1), []
     system.parts = replace(system.parts, timers=timers)
     for index in range(2 + number):
         batch = system.batch(index)
@@ -147,7 +147,7 @@ def timed_steps(place: Place, config: RunConfig, number: int) -> list[Step]:
         timers.take()
         wall, cpu = time.perf_counter(), time.process_time()
         system.take(batch)
-        taken.append(Step(time.perf_counter() - wall, time.process_time() - cpu, timers.take()[UPDATE]))
+        taken.append(Step(time.perf_counter() - wall, time.process_time() - cpu, timers.take().read()[UPDATE]))
     place.wait_for_all()  # a job that ended before the others would leave its core to them
     system.close()
     return taken[2:]

@@ -1,6 +1,7 @@
 """Runs every block of commands of README.md and docs/, small, in the order in which README.md lists the pages.
 
     python benchmarks/page_commands.py --records FILE.jsonl [--only WORD] [--folder FOLDER] [--output FILE.md]
+    python benchmarks/page_commands.py --records FILE.jsonl --missing
 
 A block runs as it stands on its page, in a shell that ends at the first command that fails, in a copy of the working
 tree at --folder.  A page marks what one machine without GPUs cannot do by a hidden comment right above the
@@ -9,7 +10,8 @@ commands are stand-ins of one node of two tasks.  Files of the reader's own (a b
 
 A line is appended to --records for every block as soon as it has ended.  What is recorded as done, with the same text,
 is not run again, so the program may be stopped and started at will; --folder keeps what earlier blocks have made.
-Status 1: some block has failed.
+--missing runs nothing, and lists the blocks that have no record of an end without an error as they stand now: new ones,
+changed ones, and those that failed.  Status 1: some block has failed, or is listed.
 """
 
 import argparse
@@ -254,6 +256,7 @@ def page(records: Mapping[str, Record]) -> list[str]:
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat)
     parser.add_argument("--records", type=Path, required=True, help="JSON lines of what has been run; appended to")
+    parser.add_argument("--missing", action="store_true", help="list the blocks that would be run, and run none")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose pages are run")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "pages", help="where the blocks run")
     parser.add_argument("--only", default="", help='blocks whose name ("docs/data.md, block 2") or text has this word')
@@ -265,11 +268,15 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     options, begun = parse_arguments(words), time.monotonic()
     folder, tree = options.folder.resolve(), options.tree.resolve()
-    make_place(tree, folder)
     done = {name for name, row in read_records(options.records, tree).items() if row.get("status", 0) == 0}
-    for block in blocks(tree):
-        if block.name in done or (options.only not in block.name and options.only not in block.text):
-            continue
+    wanted = (block for block in blocks(tree) if options.only in block.name or options.only in block.text)
+    missing = [block for block in wanted if block.name not in done]
+    if options.missing:
+        for block in missing:
+            tell(f"{block.name}: {block.lines()[0]}")
+        return int(bool(missing))
+    make_place(tree, folder)
+    for block in missing:
         if time.monotonic() - begun > 60 * options.minutes:
             break
         row = try_out(block, folder)

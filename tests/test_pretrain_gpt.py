@@ -153,7 +153,7 @@ def test_a_second_job_in_the_same_folder_is_refused(
 def test_a_run_keeps_the_newest_and_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"save_interval": "1", "keep_last": "1", "keep_every": "2", "train_iters": "5"}
     assert run_here(flags(tmp_path, **settings), monkeypatch) == 0
-    names = ["config.yaml", "journal.jsonl", "latest", "run.html", "run.json"]
+    names = ["config.yaml", "curves.jsonl", "journal.jsonl", "latest", "run.html", "run.json"]
     names += [f"step_000000{step}" for step in (2, 4, 5)]
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == names
 

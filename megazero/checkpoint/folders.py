@@ -4,6 +4,7 @@
         latest                      "step_0000020"
         run.json                    the run that the checkpoints belong to (`runs.py`)
         journal.jsonl               what has become of it (`journal.py`)
+        curves.jsonl, run.html      its figures, and its page (`report/curves_file.py`, `train/leaving.py`)
         step_0000010/               manifest.json, config.yaml, rank_00000.safetensors, ...
         step_0000020/
         .lock                       the process that may write here (`folder_lock.py`)

@@ -21,30 +21,31 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megazero.command_line.processes import FLAG, STATUS_FOLDER, read_statuses, split_processes
 from megazero.errors import ConfigError, Problem, TopologyError
-from megazero.parallel.launch import Launch, NodeShare
+from megazero.parallel.job import Job
 
 # A rank that was requested to stop saves a checkpoint first; what still runs after that is killed.
 _SAVING_SECONDS = 600
 _JOINING_SECONDS = 900  # that nodes wait for each other
 
 
-def start_processes(count: int, launch: Launch, share: NodeShare | None = None) -> int:
-    """Run this process's own command line, without `--processes`, as the ranks of a job; return the exit status.
+def start_processes(job: Job) -> int:
+    """Run this process's own command line, without `--processes`, as the ranks of the job; return the exit status.
 
     That is the status of the rank that failed first.  After a signal it is that of a rank which did not end with 0,
     such as --exit-status-when-stopped, or else 128 and the number of the signal.
-    launch: this process's own.  share: this node's, of several.  Raises ConfigError if a launcher has started the
-    ranks, TopologyError if the nodes do not meet.
+    Raises ConfigError if a launcher has started the ranks, TopologyError if the nodes do not meet.
     """
-    if launch.world_size > 1 and share is None:
+    count, share = job.processes, job.share
+    assert count is not None, "without --processes, a launcher starts the ranks"
+    if job.launch.world_size > 1 and share is None:
         rule = "processes are started by this program, or by a launcher such as torchrun or srun"
-        given = f"{FLAG} {count} in one of {launch.world_size} processes of a launcher"
+        given = f"{FLAG} {count} in one of {job.launch.world_size} processes of a launcher"
         raise ConfigError(Problem(given, rule, "one of the two"))
     logging.disable(logging.CRITICAL)  # the agent's, in this process
     if share is None:
         # Rank 0 makes the job's store then, at the job's own address.  The agent's would listen at all addresses.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    words = split_processes(sys.orig_argv[1:]).rest
+    words = split_processes(sys.orig_argv[1:]).rest  # with python's own, which `job.rest` has not
     with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
         os.environ[STATUS_FOLDER] = folder
         config = LaunchConfig(

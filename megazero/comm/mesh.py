@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megazero.comm.interface import Communicator
 from megazero.comm.metered import Meter
@@ -69,6 +70,22 @@ class Mesh:
 
     def coordinate(self, axis: str) -> int:
         return self.topology.coordinate(self.rank, axis)
+
+
+def gather_on_first(communicator: Communicator, row: Tensor) -> Tensor | None:
+    """Return every rank's row of numbers, [size, n] in rank order, on rank 0, and None elsewhere.
+
+    row: [n], of one length and dtype on all ranks.  Every other rank sends one message.
+    """
+    if communicator.rank:
+        communicator.send(row, 0).wait()
+        return None
+    rows = row.new_empty(communicator.size, len(row))
+    rows[0] = row
+    works = [communicator.receive_into(rows[rank], rank) for rank in range(1, communicator.size)]
+    for work in works:
+        work.wait()
+    return rows
 
 
 def gather_json(communicator: Communicator, value: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megazero.command_line.parse import from_yaml
-from megazero.command_line.processes import HELP, split_processes
+from megazero.command_line.processes import HELP
 from megazero.command_line.tools import Flags, HelpFormatter, Number
 from megazero.config import derived
 from megazero.config.run import DataConfig
@@ -17,7 +17,7 @@ from megazero.console import Console
 from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.generate.model_layout import ACROSS, choose_layout
-from megazero.parallel.launch import Launch
+from megazero.parallel.job import read_job
 from megazero.prepare.arguments import add_tokenizer_arguments, with_tokenizer_flags
 from megazero.train.inputs import find_tokenizer
 
@@ -98,13 +98,16 @@ def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_siz
 
 def main(words: Sequence[str]) -> int:
     """Load the model, continue the prompt, print the continuations; return the exit status."""
-    own = split_processes(words)
-    options, launch = parse_arguments(own.rest), Launch.from_environment()
+    job = read_job(words)
+    options, launch = parse_arguments(job.rest), job.launch
     raise_problems(ConfigError, wrong_flags(options))
-    if own.number is not None:
+    if job.processes is not None:
         from megazero.cluster.local_processes import start_processes
 
-        return start_processes(own.number, launch)
+        return start_processes(job)
+    console = Console(launch.rank)
+    for notice in job.notices:
+        console.line(notice)
     # These import torch; the flags are parsed without it.
     from megazero.checkpoint.reader import open_checkpoint
     from megazero.comm.startup import choose_device
@@ -130,7 +133,6 @@ def main(words: Sequence[str]) -> int:
             seed=options.seed,
             stop=tokenizer.eod,
         )
-    console = Console(launch.rank)
     for number, tokens in enumerate(continuations, start=1):
         if options.num_samples > 1:
             console.line(f"--- sample {number} of {options.num_samples}")

@@ -9,9 +9,11 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megazero.command_line.processes import HELP
 from megazero.command_line.tools import Flags, HelpFormatter, Number
 from megazero.console import Console
 from megazero.errors import TopologyError, raise_problems
+from megazero.parallel.job import read_job
 from megazero.parallel.launch import Launch
 
 if TYPE_CHECKING:
@@ -22,7 +24,13 @@ DAY = 24 * 60 * 60
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = Flags(prog="megazero preflight", description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
+    parser = Flags(
+        prog="megazero preflight",
+        description=__doc__,
+        epilog=HELP,
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
     parser.add_argument(
         "--gpus-per-node",
         action=Number,
@@ -81,7 +89,14 @@ def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> No
 
 def main(words: Sequence[str]) -> int:
     """Inspect the job; rank 0 prints the problems for all ranks."""
-    arguments, launch = parse_arguments(words), Launch.from_environment()
+    job = read_job(words)
+    arguments, launch = parse_arguments(job.rest), job.launch
+    if job.processes is not None:
+        from megazero.cluster.local_processes import start_processes
+
+        return start_processes(job)
+    for notice in job.notices:
+        Console(launch.rank).line(notice)
     # This imports torch; the flags are parsed without it.
     from megazero.cluster.preflight import Board, open_store
 

@@ -5,13 +5,14 @@ from importlib import import_module
 
 from megazero.command_line.help import help_of
 from megazero.command_line.parse import ResolvedRun, resolve
-from megazero.command_line.processes import leave_status, split_processes
+from megazero.command_line.processes import leave_status
 from megazero.command_line.questions import split_questions
 from megazero.command_line.sources import with_sources
 from megazero.config.yaml_file import to_annotated_yaml
 from megazero.console import Console
 from megazero.errors import ConfigError, TopologyError, raise_problems
-from megazero.parallel.launch import Launch, NodeShare, several_nodes_notice
+from megazero.parallel.job import read_job
+from megazero.parallel.launch import Launch
 from megazero.rules import run as rules
 from megazero.train.check import check
 from megazero.train.inputs import RunInputs
@@ -27,32 +28,26 @@ def main(words: Sequence[str]) -> int:
     if "version" in questions.asked:
         Console().line(import_module("megazero").__version__)
         return 0
-    own = split_processes(questions.rest)
-    launch = Launch.from_environment()
-    share = None if own.number is None else NodeShare.from_environment(own.number)
-    nodes = 1 if share is None else share.nodes
-    world_size = launch.world_size if own.number is None else own.number * nodes
+    job = read_job(questions.rest)
+    resolved = resolve(job.rest, world_size=job.world_size)
     if "print-config" in questions.asked:
-        return _print_config(resolve(own.rest, world_size=world_size), world_size)
-    resolved = resolve(own.rest, world_size=world_size)
+        return _print_config(resolved, job.world_size)
     if resolved.problems:
         _print(resolved.notices)
     raise_problems(ConfigError, with_sources(resolved.problems, resolved.sources))
     if "check" in questions.asked:
-        ranks = () if own.number is None else (own.number,) * nodes
-        return _check(resolved, launch if own.number is None else Launch(0, world_size, 0, ranks_per_node=ranks))
-    if own.number is not None:
+        return _check(resolved, job.first_rank)
+    if job.processes is not None:
         from megazero.cluster.local_processes import start_processes
 
-        return start_processes(own.number, launch, share)
-    alone = several_nodes_notice() if launch.world_size == 1 else ""
-    _print((*resolved.notices, *filter(None, [alone])))
-    inputs = _checked(resolved, launch)
+        return start_processes(job)
+    _print((*resolved.notices, *job.notices))
+    inputs = _checked(resolved, job.launch)
     # This imports torch, which takes a second, so a mistyped flag is reported before it.
     from megazero.train.program import pretrain
 
-    status = pretrain(resolved.config, launch, inputs)
-    leave_status(status, launch.rank)
+    status = pretrain(resolved.config, job.launch, inputs)
+    leave_status(status, job.launch.rank)
     return status
 
 

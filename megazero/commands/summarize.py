@@ -11,7 +11,7 @@ from megazero.command_line.tools import Flags
 from megazero.console import Console
 from megazero.errors import DataError, Problem
 from megazero.report.summary import read_records, summarize
-from megazero.train.leaving import PAGE, metrics_file_of, write_page
+from megazero.train.leaving import PAGE, figures_of, run_id, write_page
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -21,7 +21,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--metrics-file",
         type=Path,
         metavar="FILE.jsonl",
-        help="metrics file of the run; without it the one that the run under --load has written",
+        help="metrics file of the run; without it the one that the run under --load has written, or its curves.jsonl",
     )
     parser.add_argument("--load", type=Path, metavar="DIR", help="the run's checkpoints")
     parser.add_argument("--tensorboard-dir", type=Path, metavar="DIR", help="the run's TensorBoard folder")
@@ -35,10 +35,10 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> None:
-    """Read the metrics file and print the summary."""
+    """Read the run's figures and print the summary."""
     arguments, console = parse_arguments(words), Console()
-    metrics_file = _metrics_file(arguments)
-    for line in summarize(read_records(metrics_file)).lines():
+    figures = _figures(arguments)
+    for line in summarize(read_records(figures, run_id(arguments.load))).lines():
         console.line(line)
     if arguments.load is not None:
         console.line(f"{'checkpoint':<16} {newest(arguments.load) or 'none'}")
@@ -47,19 +47,21 @@ def main(words: Sequence[str]) -> None:
         console.line(f"{'TensorBoard':<16} {command}")
     page = None if arguments.load is None else arguments.load / PAGE
     if arguments.html is not None:
-        write_page(arguments.html, arguments.load, metrics_file)
+        write_page(arguments.html, arguments.load, figures)
         page = arguments.html
     if page is not None and page.is_file():
         console.line(f"{'page':<16} {page}")
 
 
-def _metrics_file(arguments: argparse.Namespace) -> Path:
+def _figures(arguments: argparse.Namespace) -> Path:
     if arguments.metrics_file is not None:
         return Path(arguments.metrics_file)
-    found = None if arguments.load is None else metrics_file_of(arguments.load)
+    if arguments.load is None:
+        given = "neither --load nor --metrics-file"
+        raise DataError(Problem(given, "a summary is made of a run's figures", "--load DIR of a run that saves"))
+    found = figures_of(arguments.load)
     if found is None:
-        run = "" if arguments.load is None else f"--load {arguments.load}: its run has "
-        given = f"{run}no metrics file"
-        legal = "--metrics-file FILE.jsonl, which megazero pretrain --metrics-file FILE.jsonl writes"
-        raise DataError(Problem(given, "a summary is made of the steps in a metrics file", legal))
+        given = f"--load {arguments.load}: no figures of a run are here"
+        legal = "the folder of megazero pretrain --save, or --metrics-file FILE.jsonl"
+        raise DataError(Problem(given, "a summary is made of curves.jsonl or a metrics file", legal))
     return found

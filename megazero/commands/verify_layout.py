@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from megazero.command_line.parse import ParsedRun, parse
-from megazero.command_line.processes import HELP, split_processes
+from megazero.command_line.processes import HELP
 from megazero.console import Console
 from megazero.errors import ConfigError, raise_problems
-from megazero.parallel.launch import Launch
+from megazero.parallel.job import read_job
 from megazero.rules.run import advice
 from megazero.train.check import check
 from megazero.verify.configuration import (
@@ -41,16 +41,14 @@ def main(words: Sequence[str]) -> int:
     if {"--help", "-h"} & {*words}:
         Console().line(USAGE)
         return 0
-    processes = split_processes(words)
-    launch, console = Launch.from_environment(), Console()
-    own = split_verify_steps(processes.rest)
-    size = processes.number or launch.world_size
-    parsed = _parse(own, size)
-    if processes.number is not None:
+    job, console = read_job(words), Console()
+    launch, own = job.launch, split_verify_steps(job.rest)
+    parsed = _parse(own, job.world_size)
+    if job.processes is not None:
         from megazero.cluster.local_processes import start_processes
 
-        return start_processes(processes.number, launch)
-    for notice in _notices(parsed, size):
+        return start_processes(job)
+    for notice in (*_notices(parsed, job.world_size), *job.notices):
         console.line(notice)
     inputs = check(without_checkpoints(parsed.config), launch)
     replaced = overridden(parsed.config)

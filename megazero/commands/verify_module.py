@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Sequence
 
-from megazero.command_line.processes import HELP, split_processes
+from megazero.command_line.processes import HELP
 from megazero.command_line.tools import Flags, Number
 from megazero.console import Console
-from megazero.parallel.launch import Launch
+from megazero.parallel.job import read_job
 from megazero.verify.user_file import functions_of, split_place
 from megazero.verify.verdict import BOUNDS
 
@@ -49,20 +49,21 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def main(words: Sequence[str]) -> int:
     """Check the words, take the functions from the user's file, compare, and print the report; return the status."""
-    processes = split_processes(words)
-    options = parse_arguments(processes.rest)
+    job, console = read_job(words), Console()
+    options = parse_arguments(job.rest)
     path, name = split_place(options.module)
     # What imports torch comes after all checks that don't need it.
-    if processes.number is not None:
+    if job.processes is not None:
         from megazero.cluster.local_processes import start_processes
 
-        return start_processes(processes.number, Launch.from_environment())
+        return start_processes(job)
+    for notice in job.notices:
+        console.line(notice)
     functions = functions_of(
         path, [each for each in (name, options.loss, options.batches, options.optimizer) if each is not None]
     )
     from megazero.verify import program
 
-    console = Console()
     report = program.verify_module(
         functions, options.config, stage=options.stage, steps=options.verify_steps, print_line=console.line
     )

@@ -1,4 +1,5 @@
-"""The sections of settings that a run and the library share: ZeRO, number formats, activations, the optimizer."""
+"""The sections of settings that a run and the library share: ZeRO, number formats, activations, the optimizer,
+limits, reports."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -409,7 +410,25 @@ class OptimizerConfig:
     )
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ReportConfig:
+    """What is reported about the steps, beside the losses of a run."""
+
+    timing_log_level: int = setting(
+        0,
+        help="parts of a step that are timed: 0: the step; 1: also parts that it has once, such as forward and"
+        " backward, the reduction of gradients, the optimizer; 2: also parts of those, such as every pass, message,"
+        " gather and update",
+        beyond="there are three levels",
+        ge=0,
+        le=2,
+    )
+    timing_log_option: Literal["max", "minmax", "all"] = setting(
+        "minmax", help="which ranks' times are shown of a part: the slowest's; also the fastest's; or all of them"
+    )
+
+
 # {section that both doors have: its settings}
 SETTINGS: Mapping[type, tuple[FieldInfo, ...]] = MappingProxyType(
-    {cls: describe("", cls) for cls in (ZeroConfig, PrecisionConfig, ActivationConfig, LimitConfig)}
+    {cls: describe("", cls) for cls in (ZeroConfig, PrecisionConfig, ActivationConfig, LimitConfig, ReportConfig)}
 )

@@ -9,7 +9,14 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megazero.config.engine_sections import ActivationConfig, LimitConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
+from megazero.config.engine_sections import (
+    ActivationConfig,
+    LimitConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ReportConfig,
+    ZeroConfig,
+)
 from megazero.config.fields import STRICT, FieldInfo, describe, setting
 from megazero.config.model import ModelConfig
 
@@ -260,7 +267,11 @@ class LoggingConfig:
         1000, help="TensorBoard: points kept before they are written", unit="points", ge=1
     )
     tensorboard_log_interval: int = setting(1, help="TensorBoard: steps between points", unit="steps", ge=1)
-    log_timers_to_tensorboard: bool = setting(False, help="TensorBoard: seconds spent in each part of a step")
+    log_timers_to_tensorboard: bool = setting(
+        False,
+        help="TensorBoard and metrics file: seconds spent in each part of a step, as timing_log_level says; every"
+        " log_interval steps",
+    )
     log_validation_ppl_to_tensorboard: bool = setting(False, help="TensorBoard: perplexity beside the validation loss")
     ledger: bool = setting(
         False, help="keep the ledger: live memory by category and traffic by axis, of every step; slows the step down"
@@ -311,6 +322,14 @@ class LoggingConfig:
     profile_step_start: int = setting(10, help="steps of the run before the first that is profiled", unit="steps", ge=0)
     profile_step_end: int = setting(12, help="the last step that is profiled", unit="steps", ge=1)
     profile_ranks: tuple[str, ...] = setting(("0",), help="ranks that are profiled")
+    record_memory_history: bool = setting(
+        False,
+        help="on GPUs, record what allocates memory on the ranks that are profiled, from before the model is made to"
+        " the end of the profile, and write it for torch's viewer of memory",
+    )
+    memory_snapshot_path: Path = setting(
+        Path("snapshot.pickle"), help="file for that; if several ranks are profiled, with the rank before its suffix"
+    )
     use_pytorch_profiler: bool = setting(
         False,
         help="profile with torch's profiler, which writes a trace for each rank into profile/ below --tensorboard-dir,"
@@ -333,6 +352,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    reports: ReportConfig = field(default_factory=ReportConfig)
 
 
 # The sections in the order of `--help` and of the YAML file.
@@ -348,6 +368,7 @@ SECTIONS: tuple[tuple[str, type], ...] = (
     ("data", DataConfig),
     ("checkpoint", CheckpointConfig),
     ("logging", LoggingConfig),
+    ("reports", ReportConfig),
 )
 
 

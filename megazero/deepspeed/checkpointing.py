@@ -70,9 +70,7 @@ def configure(
     section = _section_of(deepspeed_config) | {name: value for name, value in given_here.items() if value is not None}
     config = load_engine_config({_SECTION: section}).activations
     device = own_device()
-    rank = RankParts(
-        _tensor_parallel(mpu_), device, DefaultGenerators(device), NullLedger(), Timers(device, waits=False)
-    )
+    rank = RankParts(_tensor_parallel(mpu_), device, DefaultGenerators(device), NullLedger(), Timers(device))
     configure_recomputation(recomputation(config, rank, number=None))
 
 

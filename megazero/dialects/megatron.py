@@ -64,8 +64,8 @@ _PUBLISHED = (
     " no-mmap-bin-files no-save-optim override-opt-param-scheduler partition-activations profile-backward"
     " profile-ranks profile-step-end profile-step-start use-pytorch-profiler"
     " recompute-method recompute-num-layers save-interval sequence-parallel sgd-momentum split"
-    " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size tokenizer-model"
-    " use-checkpoint-opt-param-scheduler vocab-file weight-decay"
+    " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size timing-log-option tokenizer-model"
+    " use-checkpoint-opt-param-scheduler vocab-file weight-decay record-memory-history memory-snapshot-path"
 )
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
@@ -265,7 +265,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "use-cpu-initialization no-initialization init-model-with-meta-device",
         ),
         (
-            "timers are those of level 0",
+            "a timer makes no rank wait for another",
             "barrier-with-level-1-timing no-barrier-with-level-1-timing",
         ),
         ("the console and --metrics-file tell how far a run has come", "log-progress"),
@@ -325,7 +325,6 @@ ACCEPTED: Mapping[str, str] = _rows(
             "this figure is not computed, and training is the same without it",
             "codecarbon-dir",
         ),
-        ("timers are those of level 0, written by --log-timers-to-tensorboard", "timing-log-level timing-log-option"),
         ("the console has one level of messages", "log-level log-level-replica"),
         ("training and evaluation read ahead alike, as --num-workers says", "valid-num-workers"),
         (

@@ -25,7 +25,14 @@ from megazero.config.choices import (
     choose_optimizer,
     choose_scheduler,
 )
-from megazero.config.engine_sections import SETTINGS, ActivationConfig, LimitConfig, PrecisionConfig, ZeroConfig
+from megazero.config.engine_sections import (
+    SETTINGS,
+    ActivationConfig,
+    LimitConfig,
+    PrecisionConfig,
+    ReportConfig,
+    ZeroConfig,
+)
 from megazero.config.fields import STRICT, FieldInfo
 from megazero.config.optimizers import LR
 from megazero.config.origin import Origin
@@ -57,7 +64,7 @@ __all__ = [
 ]
 
 _Count = Annotated[int, Field(ge=1)]
-_Section = TypeVar("_Section", bound=ZeroConfig | PrecisionConfig | ActivationConfig | LimitConfig)
+_Section = TypeVar("_Section", bound=ZeroConfig | PrecisionConfig | ActivationConfig | LimitConfig | ReportConfig)
 
 # Keys that both forms have, besides the optimizer and the scheduler.
 _PLAIN = (
@@ -67,6 +74,7 @@ _PLAIN = (
     "train_micro_batch_size_per_gpu",
     "train_batch_size",
     "keep_in_fp32",
+    "steps_per_print",
 )
 # Keys of megazero's own form only.
 _OWN = MappingProxyType(
@@ -77,7 +85,7 @@ _OWN = MappingProxyType(
 )
 # {key of megazero's form: DeepSpeed's}
 _RENAMED = MappingProxyType({"buffer_dtype": "data_types.buffer_dtype"})
-_SECTIONS = ("zero", "precision", "activations")
+_SECTIONS = ("zero", "precision", "activations", "reports")
 _OWN_SECTIONS = (*_SECTIONS, "limits")  # the sections of megazero's own form, besides those that both forms have
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
@@ -102,6 +110,7 @@ class EngineConfig:
     automatic_sizes: sizes of the batch that are "auto" in a DeepSpeed configuration, as messages name them.
     origin: USER, or FOREIGN where a DeepSpeed configuration has set the settings.
     limits: how long processes wait for each other; for programs whose processes `initialize` joins.
+    reports: what is reported about the steps, every `steps_per_print` of them.
     """
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -122,6 +131,8 @@ class EngineConfig:
     automatic_sizes: tuple[str, ...] = ()
     origin: Origin = Origin.USER
     limits: LimitConfig = field(default_factory=LimitConfig)
+    reports: ReportConfig = field(default_factory=ReportConfig)
+    steps_per_print: _Count = 10
 
     @property
     def scales_loss(self) -> bool:
@@ -221,6 +232,7 @@ def _from_deepspeed(file: ParsedFile) -> EngineConfig:
         autocast=parts.autocast,
         origin=Origin.FOREIGN,
         update_unused_parameters=True,
+        reports=parts.reports,
         **plain,
     )
 
@@ -244,12 +256,13 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     precision = _section(PrecisionConfig, location.key("precision"), content.get("precision"), diagnostics)
     activations = _section(ActivationConfig, location.key("activations"), content.get("activations"), diagnostics)
     limits = _section(LimitConfig, location.key("limits"), content.get("limits"), diagnostics)
+    reports = _section(ReportConfig, location.key("reports"), content.get("reports"), diagnostics)
     sections_are_valid = not diagnostics.problems
     optimizer = _optimizer(location.key("optimizer"), content.get("optimizer"), diagnostics)
     lr = None if optimizer is None else optimizer.lr
     scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, lr)
     plain = _values(infos, location, {name: content[name] for name in infos if name in content}, diagnostics)
-    parts = EngineParts(zero, precision, activations, optimizer, scheduler, plain.get("autocast"))
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler, plain.get("autocast"), reports)
     diagnostics.problems.extend(_problems(parts, location))
     diagnostics.problems.extend(_autocast_problems(plain.get("autocast"), precision, location.key("autocast")))
     if sections_are_valid:  # else defaults stand in for invalid values
@@ -263,6 +276,7 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
         scheduler=scheduler,
         notices=tuple(diagnostics.notices),
         limits=limits,
+        reports=reports,
         **plain,
     )
 
@@ -359,7 +373,7 @@ def _moot(parts: EngineParts, location: Location, plain: Mapping[str, Any]) -> I
     ]
     own = [
         ParsedValue(name, plain[name], location.key(name).quote(plain[name]))
-        for name, info in _OWN.items()
+        for name, info in (*_OWN.items(), ("steps_per_print", HONOURED["steps_per_print"]))
         if plain.get(name, info.default) != info.default
     ]
     return moot.of_the_library(parts, [*sections, *params, *own]).problems
@@ -391,11 +405,15 @@ def _checked(config: EngineConfig) -> EngineConfig:
     if scheduler is not None:
         where, lr = location.key("scheduler"), None if optimizer is None else optimizer.lr
         scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=lr)
-    parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler, config.autocast)
+    parts = EngineParts(
+        config.zero, config.precision, config.activations, optimizer, scheduler, config.autocast, config.reports
+    )
     diagnostics.problems.extend(_problems(parts, location))
     diagnostics.problems.extend(_autocast_problems(config.autocast, config.precision, location.key("autocast")))
     if config.origin is Origin.USER:  # a DeepSpeed configuration got its notices when it was read
-        diagnostics.problems.extend(_moot(parts, location, {name: getattr(config, name) for name in _OWN}))
+        diagnostics.problems.extend(
+            _moot(parts, location, {name: getattr(config, name) for name in (*_OWN, "steps_per_print")})
+        )
     raise_problems(ConfigError, diagnostics.problems)
     notices = (*config.notices, *(notice for notice in diagnostics.notices if notice not in config.notices))
     return replace(config, optimizer=optimizer, scheduler=scheduler, notices=notices)

@@ -37,6 +37,7 @@ from megazero.library.state.optimizer import OptimizerState
 from megazero.library.state.save import save_model
 from megazero.library.step.passes import BackwardPasses
 from megazero.library.step.records import StepRecords
+from megazero.library.step.reports import StepReports
 from megazero.library.step.stepping import LearningRates, StepOutcome, Stepper
 from megazero.library.step.times import StepTimes
 from megazero.memory.host_copy import HostCopy
@@ -92,6 +93,7 @@ class DataParallelEngine:
         self._recomputation, self._timers = components.recomputation, components.timers
         self._buffers = ModuleBuffers(module, components.zero_engine.data_parallel)
         self._times = StepTimes(components.mesh)
+        self._reports = StepReports(components.config, components.mesh, components.timers)
         self._optimizer_state, self._checkpoints = components.optimizer_state, components.checkpoints
         self._last: StepOutcome | None = None
         # A GPU's are read one step late, when its host no longer waits for them.
@@ -106,7 +108,7 @@ class DataParallelEngine:
         self._buffers.before_forward()
         self._records.begin_forward(self._passes.count, trains=torch.is_grad_enabled())
         try:
-            with recomputing(self._recomputation), self._autocast():
+            with self._timers.measure("forward-compute"), recomputing(self._recomputation), self._autocast():
                 output = self.module(*inputs, **options)
         except Exception:
             raise
@@ -136,7 +138,8 @@ class DataParallelEngine:
         """
         weight = 1.0 if scale_wrt_gas else float(self._batch.accumulation)
         try:
-            self._passes.run(_multiplied(loss, weight * self.loss_scale), retain_graph=retain_graph)
+            with self._timers.measure("backward-compute"):
+                self._passes.run(_multiplied(loss, weight * self.loss_scale), retain_graph=retain_graph)
         except BaseException:
             self._records.forget()
             raise
@@ -205,6 +208,7 @@ class DataParallelEngine:
         self.skipped_steps += not self._last.applied
         self._passes.reset()
         self._times.end_step(self.global_steps)
+        self._reports.end_step(self.global_steps)
         if (fault := self._last.fault) is not None:
             raise TrainingError(fault)
 
@@ -296,9 +300,10 @@ class DataParallelEngine:
         """Return the host seconds in `megazero.recompute` since the last call, by part.
 
         The parts are "checkpoint-forward" and "checkpoint-recompute".  The result is empty unless the configuration's
-        profile_backward (DeepSpeed's profile) is on.
+        profile_backward (DeepSpeed's profile) is on; where parts of steps are timed, it is that of whole steps.  A
+        GPU's host waits for its device.
         """
-        return {name: seconds for name, seconds in self._timers.take().items() if name.startswith("checkpoint-")}
+        return dict(self._reports.take_recomputing())
 
     def empty_partition_cache(self) -> None:
         """Release gathered parameters that are retained for their next use."""

@@ -102,6 +102,7 @@ def initialize(
     )
     passes.watch(model)
     units = choose_units(model, choose_leaves(model, settings.zero, plan))
+    timers = Timers(mesh.device, level=settings.reports.timing_log_level)
     core_settings = EngineSettings(
         settings.zero,
         chosen.inner,
@@ -109,6 +110,7 @@ def initialize(
         checks_finite=settings.precision.check_for_nan_in_loss_and_grad,
         leaves_unused=settings.zero.ignore_unused_parameters and not settings.update_unused_parameters,
         serves_user_code=True,
+        timers=timers,
     )
     try:
         core = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=core_settings)
@@ -117,7 +119,6 @@ def initialize(
         raise
     buffers.resize(core.largest_buffer_bytes)
     retain_freed_memory(mesh.device)
-    timers = Timers(mesh.device, waits=settings.activations.profile_backward)
     records = StepRecords(core)
     stepper = Stepper(
         core,

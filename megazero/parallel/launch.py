@@ -70,12 +70,12 @@ class NodeShare:
 def several_nodes_notice() -> str:
     """Return a line if a launcher has started this program on each of several nodes, for one that starts no ranks.
 
-    Such a program trains alone, which its user may not have meant.  Empty for a rank of a job.
+    Such a program is alone, which its user may not have meant.  Empty for a rank of a job.
     """
     for name in ("PET_NNODES", "SKYPILOT_NUM_NODES"):
         nodes = os.environ.get(name, "")
         if nodes.isdecimal() and int(nodes) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-            return f"{name} {nodes}: this process trains alone; --processes N, or torchrun, on each node makes one job"
+            return f"{name} {nodes}: this process is alone; --processes N, or torchrun, on each node makes one job"
     return ""
 
 

@@ -94,21 +94,22 @@ class MemoryReport:
     def end_step(self, ledger: Mapping[str, object]) -> StepMemory:
         """Return the memory of the step that ends.  ledger: its record by `LedgerReport.end_step`."""
         if self._first is None:
-            self._first = self._now()
+            self._first = self.now()
             if self._allocator is not None:
                 self._allocator.reset_peaks()
             return self._first
         if isinstance(peak := ledger.get("peak_bytes"), int):
             self._ledger_peak = max(self._ledger_peak, peak)
-        return self._now() if self._each_step else _NOT_READ
+        return self.now() if self._each_step else _NOT_READ
 
     def closing_lines(self) -> list[str]:
         """Describe a GPU's memory since the first step, and the first step's; no line on a CPU, or without a step."""
         if self._allocator is None or self._first is None:
             return []
-        return [closing_line(self._now(), self._first, self._ledger_peak)]
+        return [closing_line(self.now(), self._first, self._ledger_peak)]
 
-    def _now(self) -> StepMemory:
+    def now(self) -> StepMemory:
+        """Return the memory since the first step; a CPU's since the process began."""
         if self._allocator is None:
             return StepMemory(peak_resident_bytes(), {})
         return step_memory(self._allocator.figures())

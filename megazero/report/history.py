@@ -1,4 +1,7 @@
-"""The history of a run, read back from its metrics file for pictures: the figures of every step, and evaluations."""
+"""The history of a run, read back for pictures: figures of steps, evaluations, and the memory of its processes.
+
+It is read from a metrics file, which has every step, or from the file of a run's curves, which has means over some.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,12 +22,14 @@ SHOWN = ("loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "data_w
 class History:
     """The figures of a run's steps, [n], NaN where the file has null; and its evaluations.
 
-    figures: by the names of `SHOWN`, and `PEAK`, the most memory of any rank.
-    evaluations: {split: [(iteration, loss)]}.  ranks: every rank's figures of the last step that has them.
+    figures: by the names of `SHOWN`.  peaks: [(iteration, the most memory of any rank)].  most_steps: that a figure is
+    the mean of.  evaluations: {split: [(iteration, loss)]}.  ranks: every rank's figures when they were taken last.
     """
 
     iterations: NDArray[np.int64]
     figures: Mapping[str, NDArray[np.float64]]
+    peaks: list[tuple[int, float]]
+    most_steps: int
     evaluations: Mapping[str, list[tuple[int, float]]]
     ranks: list[Mapping[str, Any]]
     summary: RunSummary
@@ -35,17 +40,21 @@ class _Notes:
     """What is kept of the records that have been read."""
 
     steps: list[tuple[float, ...]] = field(default_factory=list)
+    peaks: list[tuple[int, float]] = field(default_factory=list)
+    most_steps: int = 1
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     ranks: list[Mapping[str, Any]] = field(default_factory=list)
 
 
-def read_history(metrics_file: Path) -> History:
-    """Read a metrics file; raises `DataError` if it is missing or not a metrics file."""
+def read_history(path: Path, run: str = "") -> History:
+    """Read a file of figures; run, errors: see `read_records`."""
     notes = _Notes()
-    summary = summarize(_noted(read_records(metrics_file), notes))
-    table = np.array(notes.steps, np.float64).reshape(len(notes.steps), 2 + len(SHOWN))
-    figures = dict(zip((PEAK, *SHOWN), table.T[1:], strict=True))
-    return History(table[:, 0].astype(np.int64), figures, notes.evaluations, notes.ranks, summary)
+    summary = summarize(_noted(read_records(path, run), notes))
+    table = np.array(notes.steps, np.float64).reshape(len(notes.steps), 1 + len(SHOWN))
+    figures = dict(zip(SHOWN, table.T[1:], strict=True))
+    return History(
+        table[:, 0].astype(np.int64), figures, notes.peaks, notes.most_steps, notes.evaluations, notes.ranks, summary
+    )
 
 
 def _noted(records: Iterable[Mapping[str, Any]], notes: _Notes) -> Iterator[Mapping[str, Any]]:
@@ -54,12 +63,15 @@ def _noted(records: Iterable[Mapping[str, Any]], notes: _Notes) -> Iterator[Mapp
         if "evaluation" in record:
             evaluation = record["evaluation"]
             found = notes.evaluations.setdefault(str(evaluation["split"]), [])
+            if found and found[-1][0] == evaluation["iteration"]:  # evaluated again, with other data perhaps
+                found.pop()
             found.append((evaluation["iteration"], _number(evaluation["loss"])))
-        else:
-            ranks = record.get("ranks") or ()
-            peak = max((rank[PEAK] for rank in ranks), default=None)
-            notes.steps.append((record["iteration"], _number(peak), *(_number(record.get(name)) for name in SHOWN)))
-            notes.ranks = ranks or notes.ranks
+        elif "step_seconds" in record:
+            notes.steps.append((record["iteration"], *(_number(record.get(name)) for name in SHOWN)))
+            notes.most_steps = max(notes.most_steps, record.get("steps", 1))
+        if ranks := record.get("ranks"):
+            notes.peaks.append((record["iteration"], max(rank[PEAK] for rank in ranks)))
+            notes.ranks = ranks
         yield record
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megazero.config.model import ModelConfig
+from megazero.report.part_times import PartTimes
 
 # exp(20) is 485 million: beyond it a perplexity has no meaning.
 MAX_LOG_PERPLEXITY = 20.0
@@ -42,7 +43,8 @@ class StepMetrics:
     consumed_samples: samples of all steps so far.  loss: mean over the global batch's tokens.
     grad_norm: the norm before clipping; infinite or NaN in a step that overflowed.  lr: the rate that this step used.
     tokens_per_second: the rate of the whole run.  tflops_per_device: model TFLOP/s of one process's device.
-    mfu: fraction of the device's peak, None where no peak is known.  timers: seconds by name.
+    mfu: fraction of the device's peak, None where no peak is known.
+    timers: seconds of this process in parts of the step.  part_times: those of all, at log intervals, else None.
     overflow_parameter: the first parameter that overflowed, empty unless the step was skipped.
     data_wait_seconds: the time that this process waited for its batch.
     statistics: figures of weights, moments and gradients by name (`megazero.zero.statistics`), where they were taken.
@@ -66,6 +68,7 @@ class StepMetrics:
     pipeline_idle_share: float | None = None
     data_wait_seconds: float = 0.0
     statistics: Mapping[str, float] = field(default_factory=dict)
+    part_times: PartTimes | None = None
 
 
 @dataclass(frozen=True)

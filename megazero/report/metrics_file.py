@@ -1,19 +1,22 @@
 """Writes the metrics file, which has one JSON object a line at full precision, for programs to read.
 
-A *step line* is {"iteration": ..., ..., "ranks": [{"rank": 0, ...}, ...]}, an *evaluation line* {"evaluation": {...}}.
-JSON has no infinities and no NaN; they become null.
+A *step line* is {"iteration": ..., ..., "ranks": [{"rank": 0, ...}, ...]}, an *evaluation line* {"evaluation": {...}};
+each ends in the id of its run.  JSON has no infinities and no NaN; they become null.  `curves_file.py` writes the same
+lines, fewer of them, below --save.
 """
 
 import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megazero.errors import ConfigError, Problem
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics, StepPicture
+
+RUN_KEY = "run"  # in every record: the id of its run, if it has one
 
 
 class MetricsFile:
@@ -21,31 +24,43 @@ class MetricsFile:
 
     Every line is flushed, so a reader never waits for the next.  Opening the file drops the lines after
     `resumed_iteration`, whose steps a resumed run repeats, and a last line that a killed run left unfinished; with 0 it
-    starts over.  Raises `ConfigError` when the file cannot be written, or is not a metrics file.
+    starts over.  run: the id of the run, "" for none.  Raises `ConfigError` when the file cannot be written, is not a
+    metrics file, or would go on with that of another run.
     """
 
-    def __init__(self, path: Path, *, resumed_iteration: int = 0) -> None:
+    def __init__(self, path: Path, *, resumed_iteration: int = 0, has_timers: bool = False, run: str = "") -> None:
+        """has_timers: True writes the times of parts at log intervals."""
+        self._has_timers = has_timers
+        self._run = run
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_fifo():  # opening it would wait for a program that reads
                 raise OSError(errno.EINVAL, "a FIFO is there")
-            _truncate_after(path, resumed_iteration)
+            truncate_after(
+                path, resumed_iteration, kept=lambda source: _own_lines(path, source, resumed_iteration, run)
+            )
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             rule = "the metrics file can be written"
             raise ConfigError(Problem(f"--metrics-file {path}: {error.strerror}", rule, "another path")) from error
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
-        self._write(_step_record(metrics, ranks))
+        record = {**step_record(metrics), "ranks": rank_records(ranks)}
+        if self._has_timers and metrics.part_times is not None:
+            record["timers"] = metrics.part_times.to_json()
+        self._write(record)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self._write({"evaluation": _evaluation_record(evaluation)})
+        self._write({"evaluation": evaluation_record(evaluation)})
 
     def sample(self, iteration: int, prompt: str, continuation: str) -> None:
         """Texts are no metrics."""
 
     def picture(self, picture: StepPicture) -> None:
         """Pictures are no metrics."""
+
+    def saved(self, iteration: int, ranks: Sequence[RankMetrics]) -> None:
+        """Every step has its ranks' figures already."""
 
     def flush(self) -> None:
         """Nothing is held back: every line is flushed as it is written."""
@@ -57,11 +72,17 @@ class MetricsFile:
             self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.write(to_line(record, self._run))
         self._file.flush()
 
 
-def _step_record(metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str, Any]:
+def to_line(record: Mapping[str, Any], run: str) -> str:
+    """Return a record of a run as a line of the file."""
+    return json.dumps({**record, RUN_KEY: run} if run else record, allow_nan=False) + "\n"
+
+
+def step_record(metrics: StepMetrics) -> dict[str, Any]:
+    """Return the figures of a step, without those of its ranks."""
     record: dict[str, Any] = {
         "iteration": metrics.iteration,
         "consumed_samples": metrics.consumed_samples,
@@ -74,7 +95,6 @@ def _step_record(metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str
         "tokens_per_second": metrics.tokens_per_second,
         "tflops_per_device": metrics.tflops_per_device,
         "data_wait_seconds": metrics.data_wait_seconds,
-        "ranks": [_rank_record(rank, figures) for rank, figures in enumerate(ranks)],
     }
     if metrics.overflow_parameter:
         record["overflow_parameter"] = metrics.overflow_parameter
@@ -83,6 +103,11 @@ def _step_record(metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str
     if metrics.statistics:
         record["statistics"] = {name: _finite(value) for name, value in metrics.statistics.items()}
     return record
+
+
+def rank_records(ranks: Sequence[RankMetrics]) -> list[dict[str, Any]]:
+    """Return the figures of every rank."""
+    return [_rank_record(rank, figures) for rank, figures in enumerate(ranks)]
 
 
 def _rank_record(rank: int, figures: RankMetrics) -> dict[str, Any]:
@@ -100,7 +125,8 @@ def _rank_record(rank: int, figures: RankMetrics) -> dict[str, Any]:
     return record | {"ledger": dict(figures.ledger)} if figures.ledger else record
 
 
-def _evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
+def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the figures of an evaluation."""
     bits = evaluation.bits_per_byte
     return {
         "iteration": evaluation.iteration,
@@ -116,14 +142,17 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _truncate_after(path: Path, last_iteration: int) -> None:
-    """Rewrite `path` without lines past `last_iteration`; a new file replaces the old one in one move."""
+def truncate_after(path: Path, last_iteration: int, *, kept: Callable[[Iterable[str]], Iterable[str]]) -> None:
+    """Rewrite `path` with the lines that `kept` yields of it, with none if it starts at 0; a new file replaces it."""
     if not path.exists():
         return
     temporary = path.with_name(f".{path.name}.aside")
     try:
         with path.open(encoding="utf-8", errors="replace") as source, temporary.open("w", encoding="utf-8") as target:
-            _copy_until(path, source, target, last_iteration=last_iteration)
+            for line in kept(source):
+                # A run that starts at 0 evaluates at 0 again, so no line of an older one is copied.
+                if last_iteration > 0:
+                    target.write(line)
             target.flush()
             os.fsync(target.fileno())
         temporary.replace(path)
@@ -131,22 +160,26 @@ def _truncate_after(path: Path, last_iteration: int) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _copy_until(path: Path, source: IO[str], target: IO[str], *, last_iteration: int) -> None:
-    for line, iteration in _iterations(path, source):
-        # A run that starts at 0 evaluates at 0 again, so no line of an older one is copied.
-        if last_iteration > 0 and iteration <= last_iteration:
-            target.write(line)
+def iteration_of(record: Mapping[str, Any]) -> int:
+    """Return the iteration after which a record was written; raises an error for anything else than a record."""
+    return int(record.get("evaluation", record)["iteration"])
 
 
-def _iterations(path: Path, source: IO[str]) -> Iterator[tuple[str, int]]:
-    """Yield (line, iteration) of every whole line; raises `ConfigError` at one that no run wrote."""
+def _own_lines(path: Path, source: Iterable[str], last_iteration: int, run: str) -> Iterator[str]:
+    """Yield every whole line up to an iteration; raises `ConfigError` at one that this run cannot have written."""
     for number, line in enumerate(source, start=1):
         if not line.endswith("\n"):
             return
+        given = f"--metrics-file {path}, line {number}"
         try:
             record = json.loads(line)
-            yield line, int(record.get("evaluation", record)["iteration"])
+            iteration = iteration_of(record)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             rule = "an existing metrics file has only steps and evaluations"
-            given = f"--metrics-file {path}, line {number}"
             raise ConfigError(Problem(given, rule, "a new file, or the file of this run")) from error
+        other = record.get(RUN_KEY, run)
+        if last_iteration > 0 and run and other != run:
+            rule = f"a run that resumes goes on with its own metrics file, and this is run {run}"
+            raise ConfigError(Problem(f"{given}: of run {other}", rule, "a new file, or the file of this run"))
+        if iteration <= last_iteration:
+            yield line

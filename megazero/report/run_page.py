@@ -13,7 +13,7 @@ import numpy as np
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.report.chart import Curve, bars, curves
-from megazero.report.history import PEAK, History
+from megazero.report.history import History
 from megazero.report.layout_picture import MOST_RANKS, layout_parts
 from megazero.report.ledger_picture import CATEGORY_COLOURS
 from megazero.report.summary import RunSummary
@@ -47,7 +47,7 @@ summary { cursor: pointer; color: var(--soft); }
 class RunStory:
     """What the page shows of a run; what is missing is left out.
 
-    history: None for a run without a metrics file.  events: the journal's, each with `time` and `event`.  layout: the
+    history: None where no figures are known.  events: the journal's, each with `time` and `event`.  layout: the
     drawing's lines.  places: the topology and the nodes, for a picture.  configuration: the YAML file.
     """
 
@@ -63,11 +63,11 @@ def run_page(story: RunStory) -> str:
     """Return the HTML page."""
     history, title = story.history, escape(story.name)
     sections = [("Curves", _curves(history))] if history else []
-    sections += [("Memory and traffic of the last step", _memory(history.ranks))] if history and history.ranks else []
+    sections += [("Memory and traffic of a step", _memory(history.ranks))] if history and history.ranks else []
     sections += [("Layout", _layout(story))]
     sections += [("Events", _events(story.events)), ("Configuration", _configuration(story.configuration))]
     body = "\n".join(f"<h2>{heading}</h2>\n{content}" for heading, content in sections if content)
-    missing = "<p>Curves are made of the file of --metrics-file, and none was read.</p>"
+    missing = "<p>No curves: the run has no curves.jsonl, and no file of --metrics-file was read.</p>"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width">\n'
@@ -121,19 +121,22 @@ def _curves(history: History) -> str:
         curves("Learning rate", [_of(history, "lr")]),
         curves("Tokens per second, of the whole run", [_of(history, "tokens_per_second")], shown=format_count),
         curves("Seconds per step", seconds),
-        curves("Memory of the process that has used most, MiB", [_in_mib(_of(history, PEAK))])
-        if history.figures[PEAK].any()
-        else "",
+        curves("Memory of the process that has used most, MiB", _peaks(history)),
     )
-    return f'<div class="charts">{"".join(f"<div>{chart}</div>" for chart in charts if chart)}</div>'
+    means = f"<p>A point is the mean of up to {history.most_steps} steps; --metrics-file FILE keeps every step.</p>"
+    lead = means if history.most_steps > 1 else ""
+    return f'{lead}<div class="charts">{"".join(f"<div>{chart}</div>" for chart in charts if chart)}</div>'
 
 
 def _of(history: History, name: str, title: str = "") -> Curve:
     return Curve(title or name, history.iterations.astype(np.float64), history.figures[name])
 
 
-def _in_mib(curve: Curve) -> Curve:
-    return curve._replace(y=curve.y / 2**20)
+def _peaks(history: History) -> list[Curve]:
+    """Return the memory in MiB, with a mark at every point where checkpoints alone have it; none if none is counted."""
+    iterations, peaks = np.array(history.peaks, np.float64).reshape(-1, 2).T
+    dotted = len(peaks) < len(history.iterations)
+    return [Curve("peak", iterations, peaks / 2**20, dotted)] if peaks.any() else []
 
 
 def _memory(ranks: Sequence[Mapping[str, Any]]) -> str:
@@ -178,9 +181,10 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _facts(event: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the facts of an event as text, without those that are not known."""
+    """Yield the facts of an event as text, without those that are not known; a setting may have become none."""
     for name, value in event.items():
-        if name not in ("time", "event") and value not in ("", None) and value is not False:
+        is_known = (value not in ("", None) and value is not False) or event["event"] == "change"
+        if name not in ("time", "event") and is_known:
             text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
             yield f"{name.replace('_', ' ')} {text if len(text) <= 300 else text[:297] + '...'}"
 

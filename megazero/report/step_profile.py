@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megazero.errors import first_line
+from megazero.report.memory_history import MemoryHistory
 
 _start: Callable[[], None] = torch.cuda.profiler.start
 _stop: Callable[[], None] = torch.cuda.profiler.stop
@@ -19,11 +20,21 @@ class StepProfile:
     A run that continues behind `first` has no profile.
     """
 
-    def __init__(self, device: torch.device, *, first: int, last: int, trace: Path | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        first: int,
+        last: int,
+        trace: Path | None,
+        history: MemoryHistory | None = None,
+    ) -> None:
         """trace: the file for torch's profiler; None: CUDA's profiler is started and stopped, as nsys expects it.
 
-        first: 0 for a rank that profiles no step.
+        first: 0 for a rank that profiles no step.  history: one of memory that is recorded already, and ends with the
+        profile.
         """
+        self._history = history
         self._device = device
         self._first = first
         self._last = last
@@ -48,13 +59,17 @@ class StepProfile:
         return self.close() if self._is_on and iteration == self._last else ""
 
     def close(self) -> str:
-        """Stop if steps are being profiled, and write their trace; return a line that says so.
+        """Stop if steps are being profiled, and write their trace and the history of memory; return lines that say so.
 
         A GPU is waited for.  A trace that cannot be written ends no run: standard error says so, on any rank.
         """
         if not self._is_on:
             return ""
         self._is_on = False
+        lines = [self._close_trace(), "" if self._history is None else self._history.close()]
+        return "\n".join(filter(None, lines))
+
+    def _close_trace(self) -> str:
         if self._profiler is None or self._trace is None:
             torch.cuda.synchronize(self._device)
             _stop()

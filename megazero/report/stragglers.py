@@ -2,8 +2,9 @@
 
 A step takes all ranks equally long, since they wait for each other.  A rank's *own time* is what is left of it without
 those waits: the time for its batch, and that for computing.  It is compared with the median of the other ranks that do
-the same work, those of its pipeline stage; a stage of one rank is compared with all others.  A rank is *slow* once it
-has taken over 1.3 times as long in 20 steps in a row, and no longer slow once it has not in 20 in a row.
+the same work, those of its pipeline stage.  Stages may have different work, so a rank that has a stage to itself is
+compared with what it took in the first steps itself, at the pace that the other ranks go at now.  A rank is *slow* once
+it has taken over 1.3 times as long in 20 steps in a row, and no longer slow once it has not in 20 in a row.
 
 Ranks exchange their times at log intervals only, at most once in 20 steps.  On a GPU the host does not wait where the
 device does, so that it cannot tell own time from waiting, and nothing is exchanged.
@@ -61,13 +62,16 @@ class Standing:
         """True if the rank has become slow by now, or has recovered."""
         return self.streak >= STEPS
 
-    def describe(self, before: str) -> str:
-        """Return what has changed, as the end of a sentence about the rank; before: the words for `OwnTime.data`."""
+    def describe(self, before: str, usual: str) -> str:
+        """Return what has changed, as the end of a sentence about the rank.
+
+        before: the words for `OwnTime.data`.  usual: those for what it was compared with.
+        """
         factor = self.own / self.usual if self.usual > 0 else float("inf")
         if self.is_slow:
-            return f"is no longer slow: {factor:.2f} times the others' time over {self.streak} steps"
+            return f"is no longer slow: {factor:.2f} times {usual} over {self.streak} steps"
         part = before if 2 * self.data_excess > self.own - self.usual else "forward, backward and update"
-        return f"is slow: {factor:.2f} times the others' time over {self.streak} steps, spent on {part}"
+        return f"is slow: {factor:.2f} times {usual} over {self.streak} steps, spent on {part}"
 
 
 class Change(NamedTuple):
@@ -79,20 +83,38 @@ class Change(NamedTuple):
 
 
 def judge(
-    standings: Sequence[Standing], table: Sequence[Sequence[OwnTime]], peers: Sequence[Sequence[int]]
+    standings: Sequence[Standing],
+    table: Sequence[Sequence[OwnTime]],
+    peers: Sequence[Sequence[int]],
+    first: Sequence[OwnTime],
 ) -> tuple[list[Standing], list[Change]]:
     """Return the ranks' standings after the table's steps, [step][rank], and what has changed in them.
 
-    peers: the other ranks with which each rank is compared.
+    peers: the other ranks with which each rank is compared, none for one that is compared with itself.  first: what
+    each rank took in a step at first (`medians`).
     """
     now, changes = list(standings), []
     for step, times in enumerate(table):
         for rank, others in enumerate(peers):
-            now[rank] = now[rank].after_step(times[rank], [times[other] for other in others])
+            like = [times[other] for other in others] or [_at_pace(rank, times, first)]
+            now[rank] = now[rank].after_step(times[rank], like)
             if now[rank].changes:
                 changes.append(Change(step, rank, now[rank]))
                 now[rank] = Standing(not now[rank].is_slow)
     return now, changes
+
+
+def medians(table: Sequence[Sequence[OwnTime]]) -> list[OwnTime]:
+    """Return the median time of every rank over the table's steps."""
+    return [OwnTime(*map(statistics.median, zip(*times, strict=True))) for times in zip(*table, strict=True)]
+
+
+def _at_pace(rank: int, times: Sequence[OwnTime], first: Sequence[OwnTime]) -> OwnTime:
+    """Return what a rank took at first, as much longer as the median of the other ranks takes now."""
+    pairs = [pair for other, pair in enumerate(zip(times, first, strict=True)) if other != rank]
+    others = [now.total / then.total for now, then in pairs if then.total > 0]
+    pace = statistics.median(others) if others else 1.0
+    return OwnTime(first[rank].data * pace, first[rank].computing * pace)
 
 
 class StragglerReport:
@@ -108,6 +130,7 @@ class StragglerReport:
         self._interval = log_interval * -(-STEPS // log_interval)
         self._is_on = mesh.device.type == "cpu" and mesh.topology.world_size > 1
         self._steps: list[OwnTime] = []
+        self._first: list[OwnTime] = []
         self._standings = [Standing()] * mesh.topology.world_size
         self._peers = [_peers(mesh, rank) for rank in range(mesh.topology.world_size)]
 
@@ -126,14 +149,24 @@ class StragglerReport:
         self._steps = []
         hosts = [row[0] for row in rows]
         table = [[OwnTime(*times) for times in step] for step in zip(*(row[1:] for row in rows), strict=True)]
-        self._standings, changes = judge(self._standings, table, self._peers)
+        self._first = self._first or medians(table)
+        self._standings, changes = judge(self._standings, table, self._peers, self._first)
         for step, rank, standing in changes:
-            yield f"iteration {first + step}: rank {rank} on {hosts[rank]} {standing.describe(self._before)}"
+            change = standing.describe(self._before, self._usual(rank))
+            yield f"iteration {first + step}: rank {rank} on {hosts[rank]} {change}"
+
+    def _usual(self, rank: int) -> str:
+        """Return the words for what a rank is compared with."""
+        if self._mesh.topology.pp == 1:
+            return "the others' time"
+        if self._peers[rank]:
+            return "the time of the others of its pipeline stage"
+        return "its own time in the first steps, at the other stages' pace,"
 
 
 def _peers(mesh: Mesh, rank: int) -> list[int]:
-    """Return the other ranks of the same pipeline stage, or all others where there is none."""
+    """Return the other ranks of the same pipeline stage."""
     topology = mesh.topology
-    others = [other for other in range(topology.world_size) if other != rank]
     stage = topology.coordinate(rank, "pp")
-    return [other for other in others if topology.coordinate(other, "pp") == stage] or others
+    others = (other for other in range(topology.world_size) if other != rank)
+    return [other for other in others if topology.coordinate(other, "pp") == stage]

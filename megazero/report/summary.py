@@ -1,7 +1,8 @@
-"""Summarises the outcome of a run, which is read from its metrics file.
+"""Summarises the outcome of a run, which is read from its metrics file, or from the file of its curves.
 
 The figures of interest are the first and the last *evaluation* of the validation split - before and after training -
-and the *pace*, tokens a second over all steps but the first, which includes warming up.
+and the *pace*, tokens a second over all steps but the first, which includes warming up.  A file is of one run, whose id
+its lines carry.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from megazero.errors import DataError, Problem
 from megazero.files import open_regular, parse_json
+from megazero.report.metrics_file import RUN_KEY
 from megazero.units import format_count, format_duration
 
 _MAX_LINE_BYTES = 1 << 24
@@ -51,19 +53,22 @@ class RunSummary:
 
 
 def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
-    """Return the summary of a metrics file's records."""
+    """Return the summary of a file's records."""
     evaluations: list[Mapping[str, Any]] = []
     num_steps, num_skipped, seconds, timed_seconds, timed_tokens = 0, 0, 0.0, 0.0, 0.0
     for record in records:
         if "evaluation" in record:
             evaluations += [record["evaluation"]] if record["evaluation"]["split"] == "validation" else []
             continue
+        if "step_seconds" not in record:
+            continue
+        taken = record["step_seconds"] * record.get("steps", 1)
         if num_steps:
-            timed_seconds += record["step_seconds"]
-            timed_tokens += record["step_seconds"] * record["tokens_per_second"]
+            timed_seconds += taken
+            timed_tokens += taken * record["tokens_per_second"]
         num_steps = record["iteration"]
         num_skipped += record["skipped"]
-        seconds += record["step_seconds"]
+        seconds += taken
     return RunSummary(
         before=evaluations[0] if evaluations else None,
         after=evaluations[-1] if evaluations else None,
@@ -74,10 +79,11 @@ def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
     )
 
 
-def read_records(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield a metrics file's records; a last line without its end was cut off and is left out.
+def read_records(path: Path, run: str = "") -> Iterator[Mapping[str, Any]]:
+    """Yield a file's records; a last line without its end was cut off and is left out.
 
-    Raises `DataError` if the file is missing or not a metrics file.
+    run: the id of the run that it must be of, "" for any.  Raises `DataError` if the file is missing, is not a metrics
+    file, or has lines of another run.
     """
     for number, line in enumerate(_lines(path), start=1):
         if len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n"):
@@ -85,10 +91,19 @@ def read_records(path: Path) -> Iterator[Mapping[str, Any]]:
         try:
             record = parse_json(line.decode(errors="replace"))
             # The keys that the summary reads must exist.
-            _ = record["evaluation"]["split"] if "evaluation" in record else record["step_seconds"]
+            if "evaluation" in record:
+                _ = record["evaluation"]["split"]
+            elif "ranks" not in record:
+                _ = record["step_seconds"]
         except (ValueError, TypeError, KeyError) as error:
             rule = "every line is a step or an evaluation"
-            raise DataError(Problem(f"{path}, line {number}", rule, "a file written by --metrics-file")) from error
+            legal = "a file written by --metrics-file, or a run's curves.jsonl"
+            raise DataError(Problem(f"{path}, line {number}", rule, legal)) from error
+        own = record.get(RUN_KEY, run)
+        if run and own != run:
+            given = f"{path}, line {number}: a figure of run {own}, among those of run {run}"
+            raise DataError(Problem(given, "figures are of one run", f"the metrics file of run {run}"))
+        run = own
         yield record
 
 

@@ -1,4 +1,4 @@
-"""Writes a run's figures to the console, to a file of JSON lines (`metrics_file.py`), and for TensorBoard.
+"""Writes a run's figures to the console, to JSON lines (`metrics_file.py`, `curves_file.py`), and for TensorBoard.
 
 A *writer* is called with every step and every evaluation.  Writers exist on rank 0 only and never communicate with
 another rank or the device: their arguments are host figures.
@@ -6,12 +6,14 @@ another rank or the device: their arguments are host figures.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 from megazero.config.run import LoggingConfig
 from megazero.console import Console
 from megazero.errors import ConfigError, Problem
+from megazero.report.curves_file import CurvesFile
 from megazero.report.device_memory import StepMemory, device_memory_scalars
 from megazero.report.ledger_report import ledger_scalars
 from megazero.report.metrics import (
@@ -42,6 +44,9 @@ class MetricsWriter(Protocol):
     def picture(self, picture: StepPicture) -> None:
         """Write the picture of a step."""
 
+    def saved(self, iteration: int, ranks: Sequence[RankMetrics]) -> None:
+        """Take the figures of every rank, in rank order, when a checkpoint of `iteration` has been saved."""
+
     def flush(self) -> None:
         """Write the steps that are still held back, because the run ends here."""
 
@@ -66,9 +71,12 @@ class ConsoleWriter:
         log_interval: int,
         train_iters: int,
         train_samples: int | None = None,
+        times_parts: bool = False,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
+        """train_samples: see `IntervalMetrics.eta_seconds`.  times_parts: True prints the times of parts."""
         self._console = console
+        self._times_parts = times_parts
         self._train_samples = train_samples
         self._log_interval = log_interval
         self._train_iters = train_iters
@@ -83,6 +91,8 @@ class ConsoleWriter:
         due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._train_iters
         if due or self._first:
             self.flush()
+        if metrics.part_times is not None and self._times_parts:
+            self._console.line("\n".join(metrics.part_times.lines()))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._console.line(f"{evaluation.split} loss at iteration {evaluation.iteration} | " + _evaluation(evaluation))
@@ -92,6 +102,9 @@ class ConsoleWriter:
 
     def picture(self, picture: StepPicture) -> None:
         """Pictures are files of their own."""
+
+    def saved(self, iteration: int, ranks: Sequence[RankMetrics]) -> None:
+        """The console has no figures of ranks."""
 
     def close(self) -> None:
         self.flush()
@@ -179,6 +192,11 @@ class TensorBoardWriter:
         self._waited += metrics.data_wait_seconds
         for name, value in metrics.statistics.items():  # which have an interval of their own
             self._add(f"optimizer/{name.replace('_', '-') if name in _DASHED else name}", value, metrics)
+        if self._config.log_timers_to_tensorboard and metrics.part_times is not None:  # so have these
+            for name, seconds in metrics.part_times.largest().items():
+                self._events.add_scalar(f"time/{name}", seconds, metrics.iteration)
+            for name, seconds in metrics.part_times.smallest().items():
+                self._events.add_scalar(f"time/{name}-min", seconds, metrics.iteration)
         if metrics.iteration % self._config.tensorboard_log_interval:
             return
         for tag, value in _training_scalars(metrics, self._world_size).items():
@@ -203,6 +221,9 @@ class TensorBoardWriter:
             f"pictures/{picture.title}", to_pixels(picture.svg), picture.iteration, dataformats="HWC"
         )
 
+    def saved(self, iteration: int, ranks: Sequence[RankMetrics]) -> None:
+        """The steps have had their ranks' figures, where they are asked for."""
+
     def flush(self) -> None:
         self._events.flush()
 
@@ -225,8 +246,6 @@ class TensorBoardWriter:
             scalars["speed/mfu"] = metrics.mfu
         if metrics.pipeline_idle_share is not None:
             scalars["speed/pipeline-idle-share"] = metrics.pipeline_idle_share
-        if self._config.log_timers_to_tensorboard:
-            scalars.update({f"time/{name}": seconds for name, seconds in metrics.timers.items()})
         if self._config.log_memory_to_tensorboard and ranks:
             scalars.update(_memory_scalars(ranks))
         scalars.update(ledger_scalars([figures.ledger for figures in ranks]))
@@ -272,19 +291,43 @@ def open_writers(
     resumed_iteration: int = 0,
     texts: Mapping[str, str] = MappingProxyType({}),
     train_samples: int | None = None,
+    times_parts: bool = False,
+    curves: Path | None = None,
+    run: str = "",
 ) -> tuple[MetricsWriter, ...]:
     """Return the writers of the configuration; none on a rank that does not print.
 
-    texts: see `TensorBoardWriter`.  train_samples: see `IntervalMetrics.eta_seconds`.
+    texts: see `TensorBoardWriter`.  train_samples, times_parts: see `ConsoleWriter`.  curves: the file of the run's
+    curves, None for a run that does not save.  run: the run's id, which both files of figures carry.
     """
     if not console.prints:
         return ()
     every = config.log_interval
     writers: list[MetricsWriter] = [
-        ConsoleWriter(console, log_interval=every, train_iters=train_iters, train_samples=train_samples)
+        ConsoleWriter(
+            console, log_interval=every, train_iters=train_iters, train_samples=train_samples, times_parts=times_parts
+        )
     ]
     if config.metrics_file is not None:
-        writers.append(MetricsFile(config.metrics_file, resumed_iteration=resumed_iteration))
+        writers.append(
+            MetricsFile(
+                config.metrics_file,
+                resumed_iteration=resumed_iteration,
+                has_timers=config.log_timers_to_tensorboard,
+                run=run,
+            )
+        )
+    if curves is not None:
+        writers.append(
+            CurvesFile(
+                curves,
+                log_interval=every,
+                train_iters=train_iters,
+                resumed_iteration=resumed_iteration,
+                run=run,
+                say=console.line,
+            )
+        )
     if config.tensorboard_dir is not None:
         writers.append(
             TensorBoardWriter(config, world_size=world_size, texts=texts, resumed_iteration=resumed_iteration)

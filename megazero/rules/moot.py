@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from megazero.config import derived
 from megazero.config.choices import OptimizerChoice, SchedulerChoice, changed_params
-from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ReportConfig, ZeroConfig
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
 from megazero.config.origin import Origin
 from megazero.config.run import FIELDS, DataConfig, RunConfig
@@ -50,6 +50,8 @@ class LibrarySections(SharedSections, Protocol):
     def scheduler(self) -> SchedulerChoice | None: ...
     @property
     def autocast(self) -> str | None: ...
+    @property
+    def reports(self) -> ReportConfig: ...
 
 
 _INFO = MappingProxyType({info.name: info for info in FIELDS})
@@ -307,6 +309,11 @@ LIBRARY: tuple[Row[LibrarySections], ...] = (
     ),
     Row(("fp8_format", "fp8_cache_weights", *_DELAYED), lambda s: "the model's own layers choose their products"),
     Row(
+        ("steps_per_print", "timing_log_option"),
+        lambda s: "" if s.reports.timing_log_level else "nothing is reported",
+        {"timing_log_level": 1},
+    ),
+    Row(
         ("update_unused_parameters",),
         lambda s: "" if s.zero.ignore_unused_parameters else "a parameter without a gradient stops the training",
         {"ignore_unused_parameters": True},
@@ -342,7 +349,6 @@ _DECAY_LENGTHS = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
 _TENSORBOARD = (
     "tensorboard_queue_size",
     "tensorboard_log_interval",
-    "log_timers_to_tensorboard",
     "log_validation_ppl_to_tensorboard",
     "log_memory_to_tensorboard",
 )
@@ -728,7 +734,22 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"save": "DIR", "tensorboard_dir": "DIR"},
     ),
     Row(
-        ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
+        ("memory_snapshot_path",),
+        lambda c: "" if c.logging.record_memory_history else "no history of memory is recorded",
+        {"record_memory_history": True},
+    ),
+    Row(
+        ("record_memory_history",),
+        lambda c: (
+            "only a GPU's allocator records one; on CPUs the ledger (--ledger --ledger-dir DIR) tells what lives in"
+            " memory"
+            if c.parallel.device == "cpu"
+            else ""
+        ),
+        {"device": "cuda"},
+    ),
+    Row(
+        ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler", "record_memory_history"),
         lambda c: "" if c.logging.profile else "no step is profiled",
         {"profile": True},
     ),
@@ -742,13 +763,22 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"use_pytorch_profiler": True},
     ),
     Row(
-        ("log_optimizer_states_to_tensorboard",),
+        ("log_optimizer_states_to_tensorboard", "log_timers_to_tensorboard"),
         lambda c: (
             ""
             if c.logging.metrics_file or derived.tensorboard_dir(c)
             else "its figures go to --tensorboard-dir and --metrics-file, and none is there"
         ),
         {"tensorboard_dir": "DIR", "metrics_file": "FILE"},
+    ),
+    Row(
+        ("timing_log_option",),
+        lambda c: (
+            ""
+            if c.reports.timing_log_level or c.logging.log_timers_to_tensorboard
+            else "no part of a step is timed, and the step's time, rank 0's, is in every line"
+        ),
+        {"timing_log_level": 1},
     ),
     Row(("ledger",), _no_ledger_is_read, {"metrics_file": "FILE", "ledger_dir": "DIR"}),
     Row(

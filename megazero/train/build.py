@@ -6,7 +6,6 @@
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 
 import megazero
-from megazero.activations.assemble import RankParts, activation_plan, describe
-from megazero.activations.recompute_plan import ActivationPlan
+from megazero.activations.assemble import RankParts, activation_plan
 from megazero.checkpoint.engine_state import check_optimizer, has_stepped, restore_engine
 from megazero.checkpoint.fallback import refusal, report, restore_first_sound, set_damaged_aside
 from megazero.checkpoint.folder_lock import FolderLock, lock_folder
@@ -50,16 +48,7 @@ from megazero.parallel.drawing import draw_layout
 from megazero.parallel.launch import Launch, job_name
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.param_spec import mark_alone, named_specs
-from megazero.pipeline.stage_plan import StagePlan
-from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
-from megazero.report.device_memory import MemoryReport
-from megazero.report.ledger_report import LedgerReport
-from megazero.report.memory_report import closing_lines, opening_line
-from megazero.report.metrics import Rates, flops_per_token, peak_tflops
-from megazero.report.pipeline_report import PipelineReport
-from megazero.report.step_profile import StepProfile
-from megazero.report.stragglers import StragglerReport
-from megazero.report.writers import as_markdown, open_writers
+from megazero.pipeline.trace import NO_TRACE, Trace
 from megazero.rules.optimizer import optimizer_choice
 from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.deferred import DeferredGradients
@@ -71,13 +60,22 @@ from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.onednn import fastest_products
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.timers import Timers
-from megazero.train.attention_kernel import KernelChoice, choose_for_run
+from megazero.train.attention_kernel import choose_for_run
 from megazero.train.check import topology
+from megazero.train.components import RunComponents
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet
 from megazero.train.inputs import RunInputs, find_tokenizer
-from megazero.train.loop import Reporting, Run, Timetable
-from megazero.train.pipeline_stages import activation_config, describe_stages, num_checkpoints, stage_chunks, stage_plan
+from megazero.train.loop import Run, Timetable
+from megazero.train.pipeline_stages import (
+    activation_config,
+    describe_stages,
+    num_checkpoints,
+    padded_vocab_size,
+    stage_chunks,
+    stage_plan,
+)
+from megazero.train.reporting import begin_memory_history, make_reporting, missed_profile, missing_statistics
 from megazero.train.resolve_activations import resolve_activations
 from megazero.train.samples import PROMPT_TOKENS, SampledText
 from megazero.train.saving import (
@@ -90,11 +88,11 @@ from megazero.train.saving import (
     choose_run,
     find_checkpoint,
     is_from_root,
+    run_going_on,
 )
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import DTYPES, Placement, resolve
-from megazero.zero.statistics import StatisticsChoice, missing_states
 
 _REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
@@ -123,33 +121,6 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, *, vocab_size: int) -
         check_compatible(checkpoint, seed=config.training.seed, seq_length=config.model.seq_length)
 
 
-@dataclass(frozen=True)
-class RunComponents:
-    """The components of a rank that compute, without data, schedule of learning rates, and reports.
-
-    random: the random states of dropout.  activations: which activations are recomputed, and where checkpoints lie.
-    plan: the schedule of the pipeline stage.  deferred: the store for weight gradients that the schedule computes
-    later, None if it does not.  trace: the timeline of its steps.  attention: the kernel that computes attention.
-    compiled: a description of what torch compiles.  weights: their 8-bit form of a step, None where there is none.
-    scales: those of delayed scaling, None where 8-bit products find their scales themselves.
-    """
-
-    mesh: Mesh
-    model: GPT
-    engine: Engine
-    random: RandomRegions
-    activations: ActivationPlan
-    timers: Timers
-    buffers: FusedBuffers
-    plan: StagePlan
-    deferred: DeferredGradients | None
-    trace: AnyTrace
-    attention: KernelChoice
-    compiled: str | None = None
-    weights: QuantisedWeights | None = None
-    scales: DelayedScales | None = None
-
-
 def build_components(
     config: RunConfig, mesh: Mesh, buffers: FusedBuffers, *, vocab_size: int, ledger: AnyLedger | None = None
 ) -> RunComponents:
@@ -164,8 +135,7 @@ def build_components(
         raise ConfigError(compiled_under_ledger("a kept ledger", config.training.compile))
     attention = choose_for_run(config, mesh.device, mesh.world)
     padded, stage = padded_vocab_size(config, vocab_size), mesh.coordinate("pp")
-    are_written = config.logging.log_timers_to_tensorboard and derived.tensorboard_dir(config) is not None
-    timers = Timers(mesh.device, waits=are_written or config.activations.profile_backward)
+    timers = Timers(mesh.device, level=config.reports.timing_log_level)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
     rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger, timers)
     in_flight = derived.num_micro_batches(config, mesh.topology.world_size)
@@ -184,7 +154,7 @@ def build_components(
     )
     if compiles and not tp.within_compiled and config.precision.accumulate_allreduce_grads_in_fp32:
         mark_alone(parameters_of_parts(model))  # torch compiles nothing that reads a bf16 tensor with an fp32 `.grad`
-    engine = _build_engine(config, model, mesh, buffers, ledger)
+    engine = _build_engine(config, model, mesh, buffers, ledger, timers)
     searches = config.training.compile == "max"
     compiled = compile_blocks(model, as_a_whole=tp.within_compiled, searches=searches) if compiles else None
     weights = _quantised_weights(config, model, engine, compiles=compiles)
@@ -290,7 +260,9 @@ def _num_positions(config: RunConfig, mesh: Mesh) -> int:
     return derived.global_batch_size(config, mesh.topology.world_size) * config.model.seq_length
 
 
-def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger) -> Engine:
+def _build_engine(
+    config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger, timers: Timers
+) -> Engine:
     settings = EngineSettings(
         config.zero,
         make_optimizer(
@@ -302,6 +274,7 @@ def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffe
         ledger,
         parameter_names=_all_parameters(config, model) if mesh.topology.pp > 1 else (),
         checks_finite=config.precision.check_for_nan_in_loss_and_grad,
+        timers=timers,
     )
     plan = resolve(config.zero, config.precision)
     return Engine(model, model.units(), plan, mesh=mesh, buffers=buffers, settings=settings)
@@ -317,15 +290,6 @@ def _meta_model(config: RunConfig, *, vocab_size: int) -> GPT:
     meta = torch.device("meta")
     tp = TensorParallel(LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, meta)
     return GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
-
-
-def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """Return the number of rows of the embedding, summed over all tensor-parallel ranks."""
-    return derived.padded_vocab_size(
-        vocab_size,
-        divisible_by=config.model.make_vocab_size_divisible_by,
-        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
-    )
 
 
 def step_context(config: RunConfig, components: RunComponents) -> StepContext:
@@ -436,6 +400,7 @@ def _assemble_on(
     for reason in reasons:
         console.line(reason)
     config = replace(config, activations=activations)
+    history = begin_memory_history(config, mesh)
     components = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
     if components.attention.line:
         console.line(components.attention.line)
@@ -448,7 +413,12 @@ def _assemble_on(
         console.line(f"--compile-num-layers {config.training.compile_num_layers}: moot here, since nothing is compiled")
     if config.logging.profile and mesh.device.type == "cpu" and not config.logging.use_pytorch_profiler:
         console.line("--profile: moot here, because on CPUs only torch's profiler sees a step (--use-pytorch-profiler)")
-    if notice := _missing_statistics(config):
+    if config.logging.record_memory_history and mesh.device.type == "cpu":
+        console.line(
+            "--record-memory-history: moot here, because only a GPU's allocator records one; on CPUs the ledger"
+            " (--ledger --ledger-dir DIR) tells what lives in memory"
+        )
+    if notice := missing_statistics(config):
         console.line(notice)
     train_iters = derived.train_iters(config, launch.world_size)
     sizes = derived.step_sizes(config, launch.world_size)
@@ -461,12 +431,13 @@ def _assemble_on(
     last = _last_iteration(config, resumed.state, launch.world_size)
     for line in resumed.learning_rate.notices(components.engine.settings.optimizer.options):
         console.line(line)
-    if notice := _missed_profile(config, resumed.state.iteration, last):
+    if notice := missed_profile(config, resumed.state.iteration, last):
         console.line(notice)
     layout = batch_layout(config, components.mesh, inputs.eod)
     saver = _saver(config, components, resumed, lock, console)
     if saver is not None:
         _announce_start(journal, config, saver, resumed, launch.nodes, console)
+    run = run_going_on(config.checkpoint, resumed.checkpoint) if saver is None else saver.run
     return Run(
         context=step_context(config, components),
         state=resumed.state,
@@ -482,7 +453,17 @@ def _assemble_on(
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, last),
         saver=saver,
-        reporting=_reporting(config, console, components, inputs, resumed.state, layout=[*drawing, *stages]),
+        reporting=make_reporting(
+            config,
+            console,
+            components,
+            inputs,
+            resumed.state,
+            history=history,
+            last=last,
+            layout=[*drawing, *stages],
+            run=run,
+        ),
         journal=journal,
         sampled=_sampled(config, inputs, prints=console.prints),
         launcher=launch.launcher,
@@ -683,132 +664,3 @@ def _announce_start(
         journal.write("fallback", report=resumed.fallback)
     for change in () if source is None or begins else changed_settings(source, config):
         journal.write("change", **change)
-
-
-def _max_checkpoints(config: RunConfig, components: RunComponents) -> int:
-    """Return the largest number of activation checkpoints that this rank has in memory at once."""
-    padded = padded_vocab_size(config, components.model.vocab_size)
-    number = derived.num_micro_batches(config, components.mesh.topology.world_size)
-    return num_checkpoints(config, components.plan.stage, padded, number)
-
-
-def _mask_bytes(config: RunConfig) -> int:
-    """Return the bytes of one micro-batch's attention mask, which all layers share; 0 without a mask."""
-    if not config.data.reset_attention_mask:
-        return 0
-    return config.training.micro_batch_size * config.model.seq_length**2 * DTYPES[config.precision.precision].itemsize
-
-
-def _statistics(config: RunConfig) -> StatisticsChoice:
-    logging = config.logging
-    is_written = logging.metrics_file is not None or derived.tensorboard_dir(config) is not None
-    return StatisticsChoice(
-        params_norm=logging.log_params_norm,
-        num_zeros=logging.log_num_zeros_in_grad,
-        optimizer_states=logging.log_optimizer_states_to_tensorboard and is_written,
-    )
-
-
-def _profile(config: RunConfig, mesh: Mesh) -> StepProfile:
-    """Return the profile of this rank: of no step without --profile, and where CUDA's profiler has no GPU."""
-    logging, folder = config.logging, derived.profile_folder(config)
-    is_seen = logging.use_pytorch_profiler or mesh.device.type == "cuda"
-    is_on = logging.profile and is_seen and mesh.rank in map(int, logging.profile_ranks)
-    first, last = logging.profile_step_start + 1, logging.profile_step_end
-    name = f"rank{mesh.rank:04d}_steps{first}-{last}.pt.trace.json"
-    trace = folder / name if folder is not None and logging.use_pytorch_profiler else None
-    return StepProfile(mesh.device, first=first if is_on else 0, last=last, trace=trace)
-
-
-def _missed_profile(config: RunConfig, iteration: int, last: int) -> str:
-    """Return the notice of a run from `iteration` to `last` that does not take the first step of its profile, or ""."""
-    logging = config.logging
-    first = logging.profile_step_start + 1
-    if not logging.profile or iteration < first <= last:
-        return ""
-    return (
-        f"--profile: the profile begins with step {first}, and this run takes steps {iteration + 1} to {last}: nothing"
-        " is profiled"
-    )
-
-
-def _missing_statistics(config: RunConfig) -> str:
-    """Return the notice of figures that the optimizer has not got; "" if there is none."""
-    choice = optimizer_choice(config.optimizer)
-    missing = missing_states(saved_kinds(choice)) if _statistics(config).optimizer_states else ()
-    if not missing:
-        return ""
-    without = " and no ".join(missing)
-    return f"--log-optimizer-states-to-tensorboard: {choice.type} keeps no {without}, whose figures are left out"
-
-
-def _reporting(
-    config: RunConfig,
-    console: Console,
-    components: RunComponents,
-    inputs: RunInputs,
-    state: TrainState,
-    *,
-    layout: Sequence[str],
-) -> Reporting:
-    """Return the writers and reports of a run; layout: its drawing, for TensorBoard."""
-    device, world_size = components.mesh.device, components.mesh.topology.world_size
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    flops = flops_per_token(config.model, vocab_size=inputs.vocab_size)
-    logging = replace(config.logging, tensorboard_dir=derived.tensorboard_dir(config))
-    texts = {"configuration": to_yaml(config).splitlines(), "layout": layout}
-    sizes, last = derived.step_sizes(config, world_size), _last_iteration(config, state, world_size)
-    end = sizes.samples_after(max(last - state.iteration, 0), consumed=state.consumed_samples)
-    writers = open_writers(
-        logging,
-        console=console,
-        train_iters=last,
-        train_samples=end if len(sizes.sizes) > 1 else None,
-        world_size=world_size,
-        resumed_iteration=state.iteration,
-        texts={title: as_markdown(lines) for title, lines in texts.items()},
-    )
-    in_tensorboard = logging.tensorboard_dir is not None and (logging.ledger or logging.log_memory_to_tensorboard)
-    ledger = LedgerReport(
-        components.engine.settings.ledger,
-        components.mesh.meter,
-        rank=components.mesh.rank,
-        folder=logging.ledger_dir,
-        interval=logging.log_interval,
-        run=f"{config.model.num_layers} layers of {config.model.hidden_size}, ZeRO stage {config.zero.zero_stage},"
-        f" {config.precision.precision}, {components.mesh.topology.describe()}",
-    )
-    pipeline = PipelineReport(
-        components.mesh,
-        components.plan,
-        components.trace,
-        folder=logging.pipeline_trace_dir,
-        interval=logging.log_interval,
-    )
-    gathers_ranks = logging.metrics_file is not None or in_tensorboard
-    memory = MemoryReport(device, each_step=gathers_ranks)
-    return Reporting(
-        console=console,
-        writers=writers,
-        rates=Rates(flops, world_size, peak_tflops(name, precision=config.precision.precision)),
-        tokens_per_sample=config.model.seq_length,
-        gathers_ranks=gathers_ranks,
-        memory=memory,
-        ledger=ledger,
-        pipeline=pipeline,
-        statistics=_statistics(config),
-        log_interval=logging.log_interval,
-        profile=_profile(config, components.mesh),
-        stragglers=StragglerReport(components.mesh, log_interval=logging.log_interval),
-        opening=opening_line(
-            describe(activation_config(config), _max_checkpoints(config, components), components.mesh.topology.tp),
-            components.activations.logits_chunk_bytes,
-            components.buffers,
-            mask_bytes=_mask_bytes(config),
-        ),
-        closing=lambda: [
-            *pipeline.closing_lines(),
-            *memory.closing_lines(),
-            *closing_lines(components.engine, components.activations.recomputation),
-        ],
-    )

@@ -1,19 +1,26 @@
-"""The page that a run leaves under --save, made of the files that lie there: `run.html`."""
+"""The page that a run leaves under --save, made of the files that lie there: `run.html`.
+
+Its figures are those of `curves.jsonl` there, or of the run's --metrics-file, which has every step.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazero.checkpoint.journal import read_journal
+from megazero.checkpoint.runs import read_run
 from megazero.command_line.parse import from_yaml
 from megazero.config.run import RunConfig
-from megazero.errors import UserError, first_line
+from megazero.errors import DataError, UserError, first_line
 from megazero.files import written_aside
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.nodes import Nodes, parse_tasks_per_node
 from megazero.parallel.topology import Topology
+from megazero.report.curves_file import CURVES
 from megazero.report.history import read_history
+from megazero.report.metrics_file import iteration_of
 from megazero.report.run_page import RunStory, run_page
+from megazero.report.summary import read_records
 from megazero.train.check import topology
 
 PAGE = "run.html"
@@ -32,30 +39,26 @@ def leave_page(root: Path) -> str:
     """Write the page of the run under `root`; return a line on it, or on why there is none, and raise no error."""
     try:
         saved = _configuration(root)
-        metrics_file = _metrics_file(saved.config)
-        if metrics_file is not None and metrics_file.stat().st_size > _MOST_BYTES:
-            return f"no {root / PAGE}, for {metrics_file} is long; megazero summarize --html makes it"
-        _write(root / PAGE, root, metrics_file, saved)
-        curves = ", without curves, which --metrics-file FILE is for" if metrics_file is None else ""
-        return f"the run as a page: {root / PAGE}{curves}"
+        _write(root / PAGE, root, _figures(root, saved.config, most_bytes=_MOST_BYTES), saved)
+        return f"the run as a page: {root / PAGE}"
     except Exception as error:  # the end of a run, or the error that has ended it, is worth more than its page
         return f"no {root / PAGE}: {first_line(error)}"
 
 
-def write_page(path: Path, root: Path | None, metrics_file: Path | None) -> None:
-    """Write the page of the run under `root` as `path`, with the figures of `metrics_file`, where there is one.
+def write_page(path: Path, root: Path | None, figures: Path | None) -> None:
+    """Write the page of the run under `root` as `path`, with the curves of the file `figures`, where there is one.
 
-    Raises DataError if the page cannot be written, or the metrics file not be read.
+    Raises DataError if the page cannot be written, or the file not be read, or if that is of another run.
     """
-    _write(path, root, metrics_file, _Saved("", None) if root is None else _configuration(root))
+    _write(path, root, figures, _Saved("", None) if root is None else _configuration(root))
 
 
-def _write(path: Path, root: Path | None, metrics_file: Path | None, saved: _Saved) -> None:
+def _write(path: Path, root: Path | None, figures: Path | None, saved: _Saved) -> None:
     events = [] if root is None else list(read_journal(root))
     places = _places(saved.config, events)
     story = RunStory(
-        name=str(root or metrics_file),
-        history=None if metrics_file is None else read_history(metrics_file),
+        name=str(root or figures),
+        history=None if figures is None else read_history(figures, run_id(root)),
         events=events,
         layout=[] if places is None else draw_layout(*places),
         configuration=saved.text,
@@ -65,14 +68,33 @@ def _write(path: Path, root: Path | None, metrics_file: Path | None, saved: _Sav
         stream.write(run_page(story).encode("utf-8", errors="replace"))
 
 
-def metrics_file_of(root: Path) -> Path | None:
-    """Return the metrics file that the configuration of the run under `root` names, if it is there."""
-    return _metrics_file(_configuration(root).config)
+def run_id(root: Path | None) -> str:
+    """Return the id of the run whose checkpoints lie under `root`; "" if it is not known."""
+    run = None if root is None else read_run(root)
+    return "" if run is None else run.id
 
 
-def _metrics_file(config: RunConfig | None) -> Path | None:
-    given = None if config is None else config.logging.metrics_file
-    return given if given is not None and given.is_file() else None
+def figures_of(root: Path) -> Path | None:
+    """Return the file with most of the figures of the run under `root`; None if it has none."""
+    return _figures(root, _configuration(root).config)
+
+
+def _figures(root: Path, config: RunConfig | None, *, most_bytes: int | None = None) -> Path | None:
+    """Return the metrics file; or the curves if it is another run's, begins later than they do, or is too long."""
+    files = [root / CURVES] if config is None else [config.logging.metrics_file, root / CURVES]
+    begins = {file: _beginning(file, run_id(root)) for file in files if file is not None and file.is_file()}
+    known = {file: first for file, first in begins.items() if first is not None}
+    short = [file for file in known if most_bytes is None or file.stat().st_size <= most_bytes]
+    return min(short, key=known.__getitem__, default=None)  # of equals the first
+
+
+def _beginning(path: Path, run: str) -> int | None:
+    """Return the first iteration of a file of figures; None if it has none, or another run's."""
+    try:
+        record = next(read_records(path, run), None)
+        return None if record is None else iteration_of(record)
+    except DataError:
+        return None
 
 
 def _configuration(root: Path) -> _Saved:

@@ -30,8 +30,10 @@ from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.step_profile import StepProfile
 from megazero.report.stragglers import OwnTime, StragglerReport
+from megazero.report.timing_report import TimingReport
 from megazero.report.writers import MetricsWriter
 from megazero.signals import StopRequest
+from megazero.timers import Timings
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet, evaluate
 from megazero.train.leaving import leave_page
@@ -75,6 +77,7 @@ class Reporting:
     ledger: LedgerReport
     pipeline: PipelineReport
     stragglers: StragglerReport
+    part_times: TimingReport
     opening: str
     closing: Callable[[], Sequence[str]]
     statistics: StatisticsChoice
@@ -114,7 +117,7 @@ class _PendingStep(NamedTuple):
     lr: float
     loss_scale: float
     seconds: float
-    timers: Mapping[str, float]
+    timers: Timings
     comm_bytes: Mapping[str, Mapping[str, int]]
     memory: StepMemory
     ledger: Mapping[str, Any]
@@ -135,6 +138,9 @@ def train(run: Run) -> str:
             return reason
         except BaseException as error:
             run.journal.write("stop", iteration=run.state.iteration, reason=first_line(error))
+            with suppress(OSError):  # the error that ends the run is the one to see
+                for writer in run.reporting.writers:
+                    writer.flush()
             _leave_page(run)
             raise
         finally:
@@ -149,8 +155,10 @@ def train(run: Run) -> str:
 
 
 def _leave_page(run: Run) -> None:
-    """Write the run's page, on rank 0 of a run that saves."""
-    if run.saver is not None and run.context.mesh.rank == 0:
+    """Write the run's page, on rank 0 of a run that saves; say that there is none if it does not."""
+    if run.saver is None:
+        run.reporting.console.line("no checkpoint and no page of this run: they are kept below --save DIR")
+    elif run.context.mesh.rank == 0:
         run.reporting.console.line(leave_page(run.saver.root))
 
 
@@ -175,6 +183,7 @@ class _Loop:
         self._max_pending = 0 if on_cpu or run.context.checks_overflow else 1
         self._first_iteration = run.state.iteration + 1
         self._stops = False
+        self._reported: _PendingStep | None = None
         self._saved_iteration = run.saver.saved_iteration if run.saver else None
         self._evaluated_iteration: int | None = None
 
@@ -207,6 +216,7 @@ class _Loop:
         timers, meter, loader = self._context.timers, self._context.mesh.meter, self._run.loader
         flight = meter.flight
         flight.iteration, flight.activity = self._state.iteration + 1, "data"
+        timers.take()  # an evaluation or a checkpoint since the last step is no part of one
         self._run.reporting.profile.begin_step(self._state.iteration + 1)
         waited_before = loader.waited_seconds
         with timers.measure("batch-generator"):
@@ -272,6 +282,7 @@ class _Loop:
         """Read the figures of all but the last `max_pending` steps, and write them."""
         while len(self._pending) > max_pending:
             pending = self._pending.popleft()
+            self._reported = pending
             loss, norm, stops, skipped, overflow, *statistics = pending.figures.read()
             bad = BadStep(pending.batch, pending.loss_scale, int(overflow))
             is_overflow = skipped > 0 and self._context.checks_overflow
@@ -281,6 +292,11 @@ class _Loop:
                 taken = read_statistics(statistics, self._run.reporting.statistics)
                 metrics = replace(metrics, statistics=taken)
             self._stops = self._stops or stops > 0
+            is_last = pending.iteration == self._run.timetable.train_iters
+            part_times = self._run.reporting.part_times.step(
+                pending.iteration, pending.seconds, pending.timers, is_last=is_last
+            )
+            metrics = replace(metrics, part_times=part_times)
             ranks = self._rank_metrics(pending) if self._run.reporting.gathers_ranks else []
             for writer in self._run.reporting.writers:
                 writer.step(metrics, ranks)
@@ -312,7 +328,7 @@ class _Loop:
             tflops_per_device=rates.tflops_per_device(num_tokens, seconds=seconds),
             mfu=rates.mfu(num_tokens, seconds=seconds),
             overflow_parameter=overflow_parameter,
-            timers=pending.timers,
+            timers=pending.timers.read(),
             pipeline_idle_share=self._run.reporting.pipeline.publish(pending.iteration, pending.spans),
             data_wait_seconds=pending.data_wait_seconds,
         )
@@ -405,6 +421,10 @@ class _Loop:
         self._run.reporting.console.line(
             f"saved checkpoint of iteration {self._state.iteration} to {folder} in {format_duration(seconds)}"
         )
+        if self._reported is not None:
+            ranks = self._rank_metrics(self._reported._replace(memory=self._run.reporting.memory.now()))
+            for writer in self._run.reporting.writers:
+                writer.saved(self._state.iteration, ranks)
         self._restart_clock()
 
     def _restart_clock(self) -> tuple[float, float]:

@@ -114,6 +114,12 @@ def choose_run(config: CheckpointConfig, mesh: Mesh) -> RunIdentity:
     return RunIdentity(**reports[0])
 
 
+def run_going_on(config: CheckpointConfig, source: Checkpoint | None) -> RunIdentity:
+    """Return the run of a start without --save: that of the checkpoint it goes on from, or a new one."""
+    saved = None if source is None or config.finetune else source.progress.get(PROGRESS_KEY)
+    return RunIdentity.from_json(saved) or new_run()
+
+
 def is_from_root(checkpoint: Checkpoint | None, root: Path) -> bool:
     """Return True if the checkpoint is one of the step folders under `root`."""
     return checkpoint is not None and checkpoint.folder.resolve() in root.resolve().glob("step_*")

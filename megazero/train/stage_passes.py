@@ -5,6 +5,8 @@ activations that the graph has saved: the output is freed when it has been sent,
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,6 +21,19 @@ from megazero.tensor_parallel.deferred import PassGradients
 from megazero.train.context import StepContext
 
 _Key = tuple[int, int]  # micro-batch and chunk
+# {kind of action: the part of a step that its time belongs to}
+_PART_OF = MappingProxyType(
+    {
+        Kind.FORWARD: "forward-compute",
+        Kind.BACKWARD: "backward-compute",
+        Kind.INPUT_GRADIENT: "backward-input-compute",
+        Kind.WEIGHT_GRADIENT: "backward-weight-compute",
+        Kind.RECEIVE_ACTIVATION: "forward-recv",
+        Kind.RECEIVE_GRADIENT: "backward-recv",
+        Kind.SEND_ACTIVATION: "forward-send",
+        Kind.SEND_GRADIENT: "backward-send",
+    }
+)
 
 
 class StagePasses:
@@ -51,8 +66,8 @@ class StagePasses:
         self._note(action, "forward")
         self._context.ledger.phase("forward")
         batch, chunk = self._micro_batches[action.micro_batch], self._model.chunks[action.chunk]
-        received = None if chunk.is_first else self._exchange.wait(action._replace(kind=Kind.RECEIVE_ACTIVATION))
-        with self._context.trace.computing(action):
+        received = None if chunk.is_first else self._wait(action._replace(kind=Kind.RECEIVE_ACTIVATION))
+        with self._context.trace.computing(action), self._timed(action):
             self._context.dropout.begin_micro_batch(batch.first_sample, 0 if chunk.is_first else 1 + chunk.layers.start)
             sequences = self._sequences_of(action, batch)
             entered = [self._enter(action, batch, sequences, received)]
@@ -69,7 +84,7 @@ class StagePasses:
         """Run the backward pass of a chunk on a micro-batch; gradients reach their parameters."""
         self._note(action, "backward")
         engine, gradient = self._context.engine, self._output_gradient(action)
-        with self._context.trace.computing(action):
+        with self._context.trace.computing(action), self._timed(action):
             engine.begin_backward(is_last=is_last, part=action.chunk)
             self._run_backward(action, gradient)
             engine.end_backward(ends_pass=self._is_idle)
@@ -79,7 +94,7 @@ class StagePasses:
         self._note(action, "backward")
         assert self._context.deferred is not None, "a schedule that splits backward has a store for deferred gradients"
         gradient = self._output_gradient(action)
-        with self._context.trace.computing(action):
+        with self._context.trace.computing(action), self._timed(action):
             self._run_backward(action, gradient)
             self._deferred[_key(action)] = self._context.deferred.collect()
             self._context.engine.end_walk(ends_pass=False)
@@ -88,7 +103,7 @@ class StagePasses:
         """Compute the deferred gradients of weights, which reach their parameters."""
         self._note(action, "backward")
         engine = self._context.engine
-        with self._context.trace.computing(action):
+        with self._context.trace.computing(action), self._timed(action):
             engine.begin_backward(is_last=is_last, part=action.chunk)
             self._deferred.pop(_key(action)).accumulate()
             engine.end_backward(ends_pass=self._is_idle)
@@ -97,7 +112,8 @@ class StagePasses:
         self._exchange.receive(action)
 
     def send(self, action: Action) -> None:
-        self._exchange.send(action, self._outgoing.pop(action))
+        with self._timed(action):
+            self._exchange.send(action, self._outgoing.pop(action))
 
     def retain(self, chunk: int) -> None:
         self._context.engine.retain_part(chunk)
@@ -108,6 +124,15 @@ class StagePasses:
     def finish(self) -> None:
         """Wait until every message has been sent."""
         self._exchange.finish()
+
+    def _timed(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context whose time is that of the action's kind."""
+        return self._context.timers.measure(_PART_OF[action.kind])
+
+    def _wait(self, action: Action) -> Tensor:
+        """Wait for a posted receive and return its tensor."""
+        with self._timed(action):
+            return self._exchange.wait(action)
 
     def _note(self, action: Action, activity: str) -> None:
         """Write to the flight record where this rank is."""
@@ -151,7 +176,7 @@ class StagePasses:
         """Return the received gradient of the chunk's output; None for a loss, whose gradient is 1."""
         if self._model.chunks[action.chunk].is_last:
             return None
-        return self._exchange.wait(action._replace(kind=Kind.RECEIVE_GRADIENT))
+        return self._wait(action._replace(kind=Kind.RECEIVE_GRADIENT))
 
     def _run_backward(self, action: Action, gradient: Tensor | None) -> None:
         self._context.ledger.phase("backward")

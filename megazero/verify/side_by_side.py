@@ -28,8 +28,9 @@ from megazero.optim.grad_norm import clip_coefficient
 from megazero.optim.schedules import LearningRate
 from megazero.parallel.param_spec import named_specs
 from megazero.parallel.topology import ENDS, Topology
-from megazero.train.build import batch_layout, build_components, padded_vocab_size, step_context
+from megazero.train.build import batch_layout, build_components, step_context
 from megazero.train.inputs import RunInputs
+from megazero.train.pipeline_stages import padded_vocab_size
 from megazero.train.resolve_activations import resolve_activations
 from megazero.train.step import StepControls, training_step
 from megazero.verify.configuration import DEFAULT_STEPS, describe_layout, in_float64, on_one_process

@@ -26,6 +26,7 @@ from megazero.optim.inner import InnerOptimizer, StepInputs
 from megazero.parallel.gradient_slot import attach_gradient_slot, detach_gradient_slot
 from megazero.parallel.param_spec import ParamSpec, StateFragment, Unit, named_specs
 from megazero.parallel.topology import ENDS
+from megazero.timers import Timers
 from megazero.zero.frames import Frames, on_gradient
 from megazero.zero.gather import ParameterGather
 from megazero.zero.gathered import raise_changes
@@ -63,6 +64,7 @@ class EngineSettings:
     counts as zero, by which moments and weights decay.
     serves_user_code: True if a program of the user's trains the model.  It may read and write `.grad`, which holds no
     whole gradient in stages 1 to 3, write to the parameters, and run other modules on one rank than on another.
+    timers: for gathers, reductions, updates and publishing.
     """
 
     zero: ZeroConfig
@@ -73,6 +75,7 @@ class EngineSettings:
     checks_finite: bool = False
     leaves_unused: bool = False
     serves_user_code: bool = False
+    timers: Timers = field(default_factory=lambda: Timers(torch.device("cpu")))
 
 
 class GradientSoFar(NamedTuple):
@@ -178,7 +181,7 @@ class Engine:
             gradients_in_arena=zero.contiguous_gradients,
             host=self._host,
         )
-        self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero)
+        self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero, timers=settings.timers)
         self._sums = GradientSums(self._shards, mesh.axis, buffers)
         for name, (section, slot) in self._slots.items():
             attach_handle(self._parameters[name], name, self)
@@ -186,9 +189,16 @@ class Engine:
                 attach_gradient_slot(self._parameters[name], partial(self._reducer.gradient_slot, name))
         self._hooks = on_gradient(self._parameters, self._gradient_ready)
         self._guards = self._guard_gradients() if settings.serves_user_code else None
-        self._publisher = ParameterPublisher(self._shards, mesh.gathering, by_gather=zero.allgather_partitions)
+        self._publisher = ParameterPublisher(
+            self._shards, mesh.gathering, by_gather=zero.allgather_partitions, timers=settings.timers
+        )
         self._gather = ParameterGather(
-            self._shards, mesh.gathering, self._parameters, zero, ranks_may_differ=settings.serves_user_code
+            self._shards,
+            mesh.gathering,
+            self._parameters,
+            zero,
+            ranks_may_differ=settings.serves_user_code,
+            timers=settings.timers,
         )
         leaves = [module for unit in units if unit.is_leaf for module in unit.consumers]
         self._frames = Frames(model, consumers, leaves, self._gather, self._publisher, self._flight)
@@ -199,6 +209,7 @@ class Engine:
             sub_group_numel=zero.sub_group_size or UNLIMITED,
             counted_at=self._coordinates,
             names=settings.parameter_names,
+            timers=settings.timers,
         )
         self._host.reserve(max(self._update.largest_buffer_bytes(on_device=False), self._largest_wire_bytes))
         self._presence = GradientPresence(

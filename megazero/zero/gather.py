@@ -16,6 +16,7 @@ from torch import nn
 from megazero.comm.interface import Communicator
 from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import Problem, UsageError
+from megazero.timers import Timers
 from megazero.zero.guard import guard, unguard
 from megazero.zero.shards import Shards
 from megazero.zero.unit_memory import GatheredUnit, UnitMemory, UnitState, each, partitioned_units
@@ -32,10 +33,12 @@ class ParameterGather:
         parameters: Mapping[str, nn.Parameter],
         zero: ZeroConfig,
         *,
+        timers: Timers,
         ranks_may_differ: bool = True,
     ) -> None:
         """ranks_may_differ: False if all ranks surely gather the same units in the same order."""
         self._zero = zero
+        self._timers = timers
         self.memory = UnitMemory(
             shards,
             communicator,
@@ -227,7 +230,8 @@ class ParameterGather:
             self.memory.allocate(unit)
             for bucket in unit.buckets:
                 self.memory.launch(unit, bucket)
-            self.memory.wait(unit, why)
+            with self._timers.measure("params-gather"):
+                self.memory.wait(unit, why)
         self.memory.mark_used(unit)
 
     def _prefetch(self) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 
 from megazero.comm.interface import Communicator, Work
 from megazero.memory.copies import Arrival
+from megazero.timers import Timers
 from megazero.zero.layout import Bucket
 from megazero.zero.plan import Placement
 from megazero.zero.shards import Shards
@@ -16,10 +17,11 @@ from megazero.zero.shards import Shards
 class ParameterPublisher:
     """A sender of updated buckets, which waits by unit.  Without `by_gather` every owner broadcasts its partition."""
 
-    def __init__(self, shards: Shards, communicator: Communicator, *, by_gather: bool) -> None:
+    def __init__(self, shards: Shards, communicator: Communicator, *, by_gather: bool, timers: Timers) -> None:
         self._shards = shards
         self._communicator = communicator
         self._by_gather = by_gather
+        self._timers = timers
         self._in_flight: dict[str, deque[Work | Arrival]] = {}
         self._owners_differ = shards.plan.optimizer.placement is Placement.PARTITIONED
 
@@ -32,14 +34,16 @@ class ParameterPublisher:
         if section.partitioned:
             arrival.wait()
         elif self._owners_differ:
-            with arrival.ahead():
+            with self._timers.measure("params-publish"), arrival.ahead():
                 works = self._gather(bucket) if self._by_gather else self._broadcasts(bucket)
             self._in_flight.setdefault(section.unit, deque()).extend((arrival, *works))
 
     def ensure(self, unit: str) -> None:
         """Wait until the unit's parameters may be read."""
-        for work in self._in_flight.pop(unit, ()):
-            work.wait()
+        if works := self._in_flight.pop(unit, None):
+            with self._timers.measure("params-publish"):
+                for work in works:
+                    work.wait()
 
     def ensure_all(self) -> None:
         """Wait until every parameter may be read."""

@@ -22,6 +22,7 @@ from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.arena_scratch import ArenaScratch
 from megazero.memory.lease import Scratch
 from megazero.parallel.gradient_slot import GradientSlot
+from megazero.timers import Timers
 from megazero.zero.layout import Bucket, FlatLayout, Range
 from megazero.zero.plan import Lifetime, Placement
 from megazero.zero.shards import Shards
@@ -47,10 +48,13 @@ class GradientReducer:
         buffers: Scratch,
         parameters: Mapping[str, nn.Parameter],
         zero: ZeroConfig,
+        *,
+        timers: Timers,
     ) -> None:
         self._shards = shards
         self._communicator = communicator
         self._zero = zero
+        self._timers = timers
         self._max_in_flight = _MAX_IN_FLIGHT if zero.overlap_comm else 0
         self.predivisor = float(communicator.size) if zero.prescale_gradients else zero.gradient_predivide_factor
         self._buckets = shards.layout.trainable_buckets
@@ -137,7 +141,8 @@ class GradientReducer:
         while self._in_flight:
             self._finish_oldest()
         while self._gathering:
-            self._gathering.pop().wait()
+            with self._timers.measure("grads-reduce"):
+                self._gathering.pop().wait()
         self._store.settle()
 
     def _make_arena(self, names: Sequence[str], buffers: Scratch) -> ArenaScratch | None:
@@ -191,7 +196,8 @@ class GradientReducer:
 
     def _finish_oldest(self) -> None:
         bucket, work, within, reduced = self._in_flight.popleft()
-        work.wait()
+        with self._timers.measure("grads-reduce"):
+            work.wait()
         self._store.finish(bucket, within, reduced)
         if self._is_replicated and within != bucket.range:  # the second half of an all-reduce
             whole = self._shards.reduced_gradient(bucket, bucket.range)

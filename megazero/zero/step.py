@@ -55,11 +55,12 @@ def reduce_gradients(engine: Engine, timers: Timers, *figures: Tensor) -> Reduce
     with timers.measure("all-grads-sync"):
         engine.finish_reductions()
     ledger.phase("update")
-    local = engine.local_norms()
-    totals = torch.stack([local.square, *figures])
-    present = engine.present_gradients()
-    sent = totals if present is None else torch.cat([totals, present])
-    engine.world.all_reduce_scalars(sent).wait()
+    with timers.measure("grad-norm"):
+        local = engine.local_norms()
+        totals = torch.stack([local.square, *figures])
+        present = engine.present_gradients()
+        sent = totals if present is None else torch.cat([totals, present])
+        engine.world.all_reduce_scalars(sent).wait()
     totals, counts = sent[: len(totals)], sent[len(totals) :]
     square, *summed = totals.unbind()
     absent = {} if present is None else engine.absent_gradients(counts)

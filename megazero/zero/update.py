@@ -12,6 +12,7 @@ from megazero.memory.lease import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
 from megazero.parallel.param_spec import StateFragment
+from megazero.timers import Timers
 from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.shards import Shards
@@ -79,6 +80,7 @@ class ShardUpdate:
         *,
         sub_group_numel: int,
         counted_at: Mapping[str, int],
+        timers: Timers,
         names: Sequence[str] = (),
     ) -> None:
         """Divide what this rank owns into runs; sub_group_numel: most elements updated at once.
@@ -89,6 +91,7 @@ class ShardUpdate:
         self._shards = shards
         self._publisher = publisher
         self._optimizer = optimizer
+        self._timers = timers
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
         self.runs = [run for bucket in self._buckets for run in self._runs(bucket, sub_group_numel)]
@@ -186,10 +189,11 @@ class ShardUpdate:
         for index, (bucket, _, run, parameter) in enumerate(self.runs):
             home = self._shards.home(bucket)
             at_home, memory = steps[home], home.scratch(buffers)
-            if parameter:
-                self._update_parameter(index, at_home, absent.get(parameter), memory)
-            else:
-                self._optimizer.update(index, run, at_home.step, at_home.inputs, buffers=memory)
+            with self._timers.measure("optimizer-inner-step"):
+                if parameter:
+                    self._update_parameter(index, at_home, absent.get(parameter), memory)
+                else:
+                    self._optimizer.update(index, run, at_home.step, at_home.inputs, buffers=memory)
             if index + 1 == len(self.runs) or self.runs[index + 1].bucket is not bucket:
                 self._publish(bucket)
 

@@ -18,9 +18,7 @@ from megazero.timers import Timers
 
 
 def rank_parts(axis: Communicator | None = None, device: torch.device = CPU) -> RankParts:
-    return RankParts(
-        axis or LocalCommunicator(), device, DefaultGenerators(CPU), NullLedger(), Timers(CPU, waits=False)
-    )
+    return RankParts(axis or LocalCommunicator(), device, DefaultGenerators(CPU), NullLedger(), Timers(CPU))
 
 
 def full(**changes: object) -> ActivationConfig:

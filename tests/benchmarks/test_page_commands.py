@@ -43,7 +43,16 @@ torchrun --nnodes 2 x.py
 """
 
 
-def test_blocks_run_in_order_and_are_not_run_again(tmp_path: Path) -> None:
+def missing(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the names of the blocks that --missing lists."""
+    capsys.readouterr()
+    status = main([*words, "--missing"])
+    listed = "".join(capsys.readouterr()).splitlines()
+    assert status == bool(listed)
+    return [line.partition(":")[0] for line in listed]
+
+
+def test_blocks_run_in_order_and_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree, folder, records, page = (tmp_path / name for name in ("tree", "place", "records.jsonl", "page.md"))
     for name, text in {"README.md": README, "docs/first.md": FIRST, "docs/second.md": SECOND}.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +63,15 @@ def test_blocks_run_in_order_and_are_not_run_again(tmp_path: Path) -> None:
     (folder / "runs").mkdir(parents=True)
     (folder / "runs" / "gpt2-merges.txt").touch()  # as in a folder that an earlier start has made
     words = ["--records", str(records), "--tree", str(tree), "--folder", str(folder), "--output", str(page)]
+    assert missing(words, capsys) == [f"{order[0]}, block 1", f"{order[1]}, block 1", f"{order[2]}, block 1"]
+    assert not records.exists()
     assert main(words) == 1  # the second block fails
+    assert missing(words, capsys) == [f"{order[1]}, block 1"]
     assert (folder / "runs" / "count").read_text().strip() == "4"
     (tree / "docs" / "second.md").write_text(SECOND.replace("; false", ""))
     (folder / "runs" / "numbers").write_text("1\n")
     assert main(words) == 0
+    assert main([*words, "--missing"]) == 0 and missing(words, capsys) == []
     assert (folder / "runs" / "count").read_text().strip() == "2"  # the first block did not run again
     rows = [json.loads(line) for line in records.read_text().splitlines()]
     assert [row.get("status") for row in rows] == [0, 1, None, 0]

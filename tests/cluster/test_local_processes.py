@@ -20,8 +20,8 @@ from pathlib import Path
 act = sys.argv[1]
 if "RANK" not in os.environ:
     from megazero.cluster.local_processes import start_processes
-    from megazero.parallel.launch import Launch
-    sys.exit(start_processes(2, Launch.from_environment()))
+    from megazero.parallel.job import read_job
+    sys.exit(start_processes(read_job(sys.argv[1:])))
 rank = int(os.environ["RANK"])
 assert "--processes" not in sys.argv and os.environ["MASTER_ADDR"] == "127.0.0.1"
 assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2"

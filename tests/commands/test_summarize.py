@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megazero.checkpoint.runs import RunIdentity, write_run
 from megazero.report.metrics import Evaluation
 from megazero.report.metrics_file import MetricsFile
 
@@ -51,7 +52,20 @@ def test_it_writes_a_page(tmp_path: Path) -> None:
 def test_a_run_without_a_metrics_file_is_told_how_to_have_one(tmp_path: Path) -> None:
     done = run("--load", tmp_path)
     assert done.returncode == 2
-    assert "its run has no metrics file" in done.stderr and "pretrain --metrics-file" in done.stderr
+    assert "no figures of a run are here" in done.stderr and "pretrain --save" in done.stderr
+
+
+def test_the_figures_of_another_run_are_refused_by_both_names(tmp_path: Path) -> None:
+    """The file under --load is taken by itself, and one of another run is no part of its summary or page."""
+    write_run(tmp_path, RunIdentity("0" * 16, "today", "here"))
+    for name, run_id in (("curves.jsonl", "0" * 16), ("other.jsonl", "1" * 16)):
+        file = MetricsFile(tmp_path / name, run=run_id)
+        file.evaluation(Evaluation(0, 0, "validation", loss=7.5))
+        file.close()
+    assert "7.5000" in run("--load", tmp_path).stdout
+    done = run("--load", tmp_path, "--metrics-file", tmp_path / "other.jsonl", "--html", tmp_path / "page.html")
+    assert done.returncode == 2 and not (tmp_path / "page.html").exists()
+    assert "run 1111111111111111" in done.stderr and "run 0000000000000000" in done.stderr
 
 
 def test_a_missing_file_is_told_without_a_traceback(tmp_path: Path) -> None:

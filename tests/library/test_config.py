@@ -154,8 +154,8 @@ def test_notices_are_one_line_each(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(content))
     notices = load_engine_config(tmp_path / "ds.json").notices
     assert [line.removeprefix(f"{tmp_path}/ds.json: ").split(":")[0] for line in notices] == [
-        "steps_per_print",
         "flops_profiler",
+        "steps_per_print",
     ]
     assert not any("\n" in line for line in notices)
 

@@ -15,7 +15,8 @@ from megazero.comm.interface import Work
 from megazero.comm.mesh import Mesh
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.train.build import RunComponents, build_components, step_context
+from megazero.train.build import build_components, step_context
+from megazero.train.components import RunComponents
 from megazero.train.step import StepControls, training_step
 
 STAGES = (0, 1, 2, 3)

@@ -22,7 +22,8 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.model.compiled import check_compiler, is_compiled, lacking
 from megazero.parallel.topology import Topology
-from megazero.train.build import RunComponents, build_components, step_context
+from megazero.train.build import build_components, step_context
+from megazero.train.components import RunComponents
 from megazero.train.step import StepControls, training_step
 
 pytestmark = pytest.mark.gloo

@@ -12,6 +12,7 @@ from support.step_metrics import make_step
 from megazero.errors import ConfigError
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
 from megazero.report.metrics_file import MetricsFile
+from megazero.report.part_times import PartTimes
 
 RANKS = [
     RankMetrics(
@@ -46,6 +47,16 @@ def places(path: Path) -> list[str]:
     return [
         f"{line['evaluation']['iteration']}e" if "evaluation" in line else str(line["iteration"]) for line in read(path)
     ]
+
+
+def test_times_of_parts_are_written_where_that_is_asked_for(tmp_path: Path) -> None:
+    times = PartTimes("minmax", 4, {"optimizer": (0.5, 0.0, 0.25)})
+    for has_timers in (True, False):
+        file = MetricsFile(tmp_path / f"{has_timers}.jsonl", has_timers=has_timers)
+        file.step(step(4, part_times=times), RANKS)
+        file.close()
+    assert read(tmp_path / "True.jsonl")[0]["timers"] == {"optimizer": {"min": 0.25, "max": 0.5}}
+    assert "timers" not in read(tmp_path / "False.jsonl")[0]
 
 
 def test_a_step_line_has_these_names_and_every_digit(tmp_path: Path) -> None:
@@ -158,6 +169,21 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, foreign: by
         MetricsFile(path)
     assert path.read_bytes() == foreign
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_lines_carry_their_run_and_another_runs_file_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    for resumed in (0, 1):
+        file = MetricsFile(path, resumed_iteration=resumed, run="a1")
+        file.step(step(resumed + 1), [])
+        file.close()
+    assert [line["run"] for line in read(path)] == ["a1", "a1"]
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"line 1: of run a1\n.* this is run b2"):
+        MetricsFile(path, resumed_iteration=1, run="b2")
+    assert path.read_bytes() == before
+    MetricsFile(path, run="b2").close()
+    assert path.read_bytes() == b""
 
 
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:

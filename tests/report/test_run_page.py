@@ -25,6 +25,7 @@ EVENTS = [
         "job": "",
         "finetune": False,
     },
+    {"time": "2026-11-22T03:01:31+00:00", "event": "change", "setting": "exit_interval", "from": 3, "to": None},
     {"time": "2026-11-22T03:05:00+00:00", "event": "fault", "report": ["rank 3: <dead>", "rank 4"]},
     {"time": "2026-11-22T04:01:30+00:00", "event": "stop", "iteration": 0, "reason": "finished 2 iterations"},
 ]
@@ -79,6 +80,7 @@ def test_it_shows_what_the_files_hold(tmp_path: Path) -> None:
         "rank 0\nrank 1",
         "report rank 3: <dead> rank 4",
         "iteration 0 | reason finished 2 iterations",
+        "setting exit_interval | from 3 | to None",
         "lr: 0.1 # <",
         "all gather 512 B",
         "Most that a process has used: 2.0 GiB.",

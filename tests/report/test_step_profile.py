@@ -1,6 +1,7 @@
 """Tests profiles of steps by torch's profiler: which steps and ranks a run records, and where the traces are."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from support.configs import make_run
 from support.small_runs import train_run
 
+from megazero.report import memory_history
+from megazero.report.memory_history import MemoryHistory, snapshot_of
 from megazero.report.step_profile import StepProfile
 from megazero.rules import run as rules
 
@@ -68,3 +71,59 @@ def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pyte
     profile.begin_step(1)
     assert profile.end_step(1) == profile.close() == ""
     assert capsys.readouterr().err.startswith(f"no profile {tmp_path / 'profile' / 'trace.json'}: ")
+
+
+# --- the history of memory --------------------------------------------------------------------------------------------
+
+
+def test_each_of_several_ranks_has_a_file() -> None:
+    path = Path("runs/memory.pickle")
+    assert snapshot_of(path, 3, 1) == path
+    assert snapshot_of(path, 3, 2) == Path("runs/memory_rank0003.pickle")
+    assert snapshot_of(Path("memory"), 12, 2) == Path("memory_rank0012")
+
+
+def test_a_cpu_has_no_history_and_is_told_where_its_memory_is(tmp_path: Path) -> None:
+    settings = {"profile": True, "profile_step_start": 0, "use_pytorch_profiler": True, "train_iters": 1}
+    told = train_run(0, 1, {**settings, "record_memory_history": True, "save": str(tmp_path / "save")})
+    assert "--record-memory-history: moot here, because only a GPU's allocator records one" in told.text
+    assert "--ledger --ledger-dir DIR" in told.text and "snapshot of memory" not in told.text
+
+
+def test_the_history_ends_with_the_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is recorded from its making on, and written once, though the allocator here is none of a GPU."""
+    calls: list[str] = []
+    monkeypatch.setattr(
+        memory_history, "_record", lambda **options: calls.append("stop" if "enabled" in options else "record")
+    )
+    monkeypatch.setattr(memory_history, "_write", lambda path: (calls.append("write"), Path(path).write_text("")))
+    path = tmp_path / "deep" / "snapshot.pickle"
+    trace = tmp_path / "trace.json"
+    profile = StepProfile(CPU, first=2, last=2, trace=trace, history=MemoryHistory(path))
+    for iteration in (1, 2, 3):
+        profile.begin_step(iteration)
+        calls.append(profile.end_step(iteration).rpartition("\n")[2])
+    assert calls == ["record", "", "write", "stop", f"snapshot of memory: {path}", ""]
+    assert path.exists() and trace.exists()
+
+
+def test_a_snapshot_that_cannot_be_written_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(memory_history, "_record", lambda **options: calls.append(options))
+    monkeypatch.setattr(memory_history, "_write", lambda path: Path(path).write_text(""))
+    (tmp_path / "file").write_text("")
+    assert MemoryHistory(tmp_path / "file" / "snapshot.pickle").close() == ""
+    assert capsys.readouterr().err.startswith(f"no snapshot of memory {tmp_path / 'file' / 'snapshot.pickle'}: ")
+    assert calls[-1] == {"enabled": None}
+
+
+@pytest.mark.cuda
+def test_a_snapshot_has_what_was_allocated(tmp_path: Path) -> None:
+    history = MemoryHistory(tmp_path / "snapshot.pickle")
+    kept = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+    history.close()
+    snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    sizes = [event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]
+    assert kept.nbytes in sizes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.processes import mesh_in_worker, run_ranks
 
-from megazero.report.stragglers import STEPS, Change, OwnTime, Standing, StragglerReport, judge
+from megazero.report.stragglers import STEPS, Change, OwnTime, Standing, StragglerReport, judge, medians
 
 USUAL = OwnTime(0.01, 0.99)
 SLOW = OwnTime(0.01, 1.31)
@@ -21,15 +21,15 @@ def alone_slow(slow: OwnTime, steps: int, ranks: int = 4) -> Table:
     return [[slow if rank == min(2, ranks - 1) else USUAL for rank in range(ranks)] for _ in range(steps)]
 
 
-def told(table: Table, cuts: tuple[int, ...] = ()) -> list[tuple[int, int, str]]:
+def told(table: Table, cuts: tuple[int, ...] = (), peers: list[list[int]] | None = None) -> list[tuple[int, int, str]]:
     """Return step, rank and text of all changes; cuts: steps before which the table is handed over in parts."""
     ranks = len(table[0])
-    peers = [[other for other in range(ranks) if other != rank] for rank in range(ranks)]
+    peers = peers or [[other for other in range(ranks) if other != rank] for rank in range(ranks)]
     standings, found, bounds = [Standing()] * ranks, [], [0, *cuts, len(table)]
     for start, stop in pairwise(bounds):
-        standings, changes = judge(standings, table[start:stop], peers)
+        standings, changes = judge(standings, table[start:stop], peers, medians(table[:STEPS]))
         found += [Change(start + step, rank, standing) for step, rank, standing in changes]
-    return [(step, rank, standing.describe("its data")) for step, rank, standing in found]
+    return [(step, rank, standing.describe("its data", "the others' time")) for step, rank, standing in found]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -56,6 +56,20 @@ def test_a_short_relapse_is_no_recovery() -> None:
     assert len(told(alone_slow(SLOW, 30) + alone_slow(USUAL, 19) + alone_slow(SLOW, 30))) == 1
 
 
+def test_a_stage_with_more_work_is_not_slow() -> None:
+    """Ranks that have a stage each are compared with their own first steps, at the pace of the others."""
+    stages = [USUAL, OwnTime(0.0, 3.0), OwnTime(0.02, 1.5)]
+    usual = [stages] * 40
+    twice = [[OwnTime(2 * time.data, 2 * time.computing) for time in stages]] * 40
+    assert told(usual + twice + usual, peers=[[], [], []]) == []
+    last_is_late = [[*stages[:2], OwnTime(0.02, 3.02)]] * 20
+    assert told(usual + last_is_late, peers=[[], [], []]) == [
+        (59, 2, "is slow: 2.00 times the others' time over 20 steps, spent on forward, backward and update")
+    ]
+    last_starves = [[*stages[:2], OwnTime(1.52, 1.5)]] * 20
+    assert told(usual + last_starves, peers=[[], [], []])[0][2].endswith("spent on its data")
+
+
 def job(rank: int, pp: int) -> tuple[list[str], float]:
     """Return the lines of a job of four ranks, of which rank 1 is slow, and this rank's wait for it."""
     mesh = mesh_in_worker(rank, dp=4 // pp, pp=pp, is_late=False)
@@ -75,7 +89,8 @@ def test_four_ranks_of_which_one_is_slow(pp: int) -> None:
     host = socket.gethostname()
     for lines, _ in found:
         assert [line.partition(": ")[0] for line in lines] == ["iteration 20"]
-        assert f"rank 1 on {host} is slow: 1.32 times" in lines[0]
+        assert f"rank 1 on {host} is slow: 1.32 times the " in lines[0]
+        assert ("of the others of its pipeline stage over" in lines[0]) == (pp > 1)
     assert all(waited > 0.2 for rank, (_, waited) in enumerate(found) if rank != 1), "a wait is not own time"
 
 

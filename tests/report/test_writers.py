@@ -14,14 +14,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megazero.config.run import LoggingConfig
 from megazero.console import Console
 from megazero.memory.ledger_figures import CATEGORIES
+from megazero.report.curves_file import CurvesFile
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
 from megazero.report.metrics_file import MetricsFile
+from megazero.report.part_times import PartTimes
 from megazero.report.writers import ConsoleWriter, TensorBoardWriter, as_markdown, open_writers
 
 RANKS = [
     RankMetrics(1000, {"parameters": 4, "moments": 16}, {}),
     RankMetrics(900, {"parameters": 5, "moments": 15}, {}),
 ]
+
+TIMES = PartTimes("minmax", 2, {"forward-backward": (0.25, 0.5)})
 
 
 def step(iteration: int, **changes: Any) -> StepMetrics:
@@ -52,6 +56,15 @@ def test_console_line(capsys: pytest.CaptureFixture[str]) -> None:
         "data wait (ms): 0.0",
         "ETA: 49.5s",
     ]
+
+
+def test_console_has_the_times_of_parts_behind_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    console_writer(times_parts=True).step(step(10, part_times=TIMES), RANKS)
+    console_writer().step(step(10, part_times=TIMES), RANKS)
+    line, heading, part, again = capsys.readouterr().out.splitlines()
+    assert "iteration  10/100" in line and "iteration  10/100" in again
+    assert heading == "milliseconds a step, over 2 steps, minimum and maximum of all ranks:"
+    assert part.split() == ["forward-backward", "250.00", "500.00"]
 
 
 def test_console_prints_the_first_step_every_interval_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +128,7 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def write_tensorboard(folder: Path, **settings: Any) -> dict[str, list[tuple[int, float]]]:
     writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=folder, **settings), world_size=2)
     for iteration in (1, 2):
-        writer.step(step(iteration, timers={"forward-backward": 0.25}), RANKS)
+        writer.step(step(iteration, part_times=TIMES if iteration == 2 else None), RANKS)
     writer.evaluation(Evaluation(2, 16, "validation", loss=math.log(8), bytes_per_token=3.0))
     writer.close()
     return events(folder)
@@ -155,7 +168,7 @@ def test_the_docs_name_every_tag(tmp_path: Path) -> None:
     rank = RankMetrics(1000, {"parameters": 4}, {}, ledger=ledger, device_memory_bytes=device)
     writer = TensorBoardWriter(config, world_size=2)
     statistics = {"params_norm": 1.0, "num_zeros": 2.0, "variance_l1": 3.0}
-    first = step(1, timers={"forward-backward": 0.25}, mfu=0.4, pipeline_idle_share=0.1, statistics=statistics)
+    first = step(1, part_times=TIMES, mfu=0.4, pipeline_idle_share=0.1, statistics=statistics)
     writer.step(first, [rank])
     for split in ("validation", "test"):
         writer.evaluation(Evaluation(1, 8, split, loss=2.0, bytes_per_token=3.0))
@@ -192,7 +205,8 @@ def test_tensorboard_options(tmp_path: Path) -> None:
         tensorboard_log_interval=2,
     )
     assert scalars["loss/train"] == [(2, 2.0)]
-    assert scalars["time/forward-backward"] == [(2, 0.25)]
+    assert scalars["time/forward-backward"] == [(2, 0.5)]
+    assert scalars["time/forward-backward-min"] == [(2, 0.25)]
     # Each kind of memory is that of the rank with the most of it.
     assert scalars["memory/states-parameters"] == [(2, 5.0)]
     assert scalars["memory/states-moments"] == [(2, 16.0)]
@@ -232,8 +246,8 @@ def test_only_the_speaking_rank_writes(tmp_path: Path) -> None:
     config = LoggingConfig(metrics_file=tmp_path / "m.jsonl", tensorboard_dir=tmp_path / "tb")
     assert open_writers(config, console=Console(1), train_iters=10, world_size=2) == ()
     assert list(tmp_path.iterdir()) == []
-    writers = open_writers(config, console=Console(0), train_iters=10, world_size=2)
-    assert [type(writer) for writer in writers] == [ConsoleWriter, MetricsFile, TensorBoardWriter]
+    writers = open_writers(config, console=Console(0), train_iters=10, world_size=2, curves=tmp_path / "c.jsonl")
+    assert [type(writer) for writer in writers] == [ConsoleWriter, MetricsFile, CurvesFile, TensorBoardWriter]
     for writer in writers:
         writer.close()
 

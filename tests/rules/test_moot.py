@@ -217,7 +217,9 @@ RUN_CASES = (
     ),
     Case("tensorboard_queue_size", 5, NOTICE, {}, {"tensorboard_dir": "tb"}),
     Case("tensorboard_log_interval", 5, NOTICE, {}, {"tensorboard_dir": "tb"}),
-    Case("log_timers_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
+    Case("log_timers_to_tensorboard", True, NOTICE, {}, {"metrics_file": "m.jsonl"}),
+    Case("timing_log_option", "all", NOTICE, {}, {"timing_log_level": 1}),
+    Case("timing_log_option", "max", NOTICE, {}, {"log_timers_to_tensorboard": True, "metrics_file": "m.jsonl"}),
     Case("log_memory_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
     Case("log_validation_ppl_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
     *(
@@ -230,6 +232,15 @@ RUN_CASES = (
         }.items()
     ),
     Case("profile", True, ERROR, {"device": "cpu"}, {"device": "cuda"}),
+    Case("record_memory_history", True, NOTICE, {"device": "cuda"}, {"device": "cuda", "profile": True}),
+    Case(
+        "record_memory_history",
+        True,
+        NOTICE,
+        {"device": "cpu", "profile": True, "use_pytorch_profiler": True, "tensorboard_dir": "tb"},
+        {"profile": True},
+    ),
+    Case("memory_snapshot_path", "m.pickle", NOTICE, {}, {"profile": True, "record_memory_history": True}),
     Case("log_optimizer_states_to_tensorboard", True, NOTICE, {}, {"metrics_file": "m.jsonl"}),
     Case(
         "log_validation_ppl_to_tensorboard",
@@ -269,7 +280,7 @@ reduce_bucket_size allgather_bucket_size overlap_comm contiguous_gradients ignor
 sub_group_size communication_data_type gradient_predivide_factor recompute_granularity logits_chunk_bytes
 data_path train_data_path valid_data_path test_data_path data_skip_samples mock_data tokenizer_type num_workers
 eod_mask_loss reset_position_ids reset_attention_mask save load log_interval metrics_file tensorboard_dir
-ledger_limit pipeline_trace_dir log_params_norm log_num_zeros_in_grad check_for_nan_in_loss_and_grad
+ledger_limit pipeline_trace_dir log_params_norm log_num_zeros_in_grad check_for_nan_in_loss_and_grad timing_log_level
 """
 EFFECTIVE = frozenset(_EFFECTIVE.split())
 # Settings that other rules refuse where they cannot take effect.
@@ -548,7 +559,7 @@ def test_what_a_model_decides_for_itself() -> None:
             load_engine_config(mapping({"zero_stage": 3, "precision": "bf16", setting: value}))
         assert [problem.legal for problem in problems(caught)] == ["leave it out"]
     named = {name for row in LIBRARY for name in row.settings if "." not in name}
-    assert named <= {*INFO, "update_unused_parameters"}
+    assert named <= {*INFO, "update_unused_parameters", "steps_per_print"}
 
 
 CYCLE: Settings = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.tensor_parallel.float8 import LayerScales, StepWeight
-from megazero.train.build import RunComponents, step_context
+from megazero.train.build import step_context
+from megazero.train.components import RunComponents
 from megazero.train.step import StepControls, training_step
 
 LAYERS, STEPS, MICRO_BATCHES, SAMPLES = 2, 3, 4, 16

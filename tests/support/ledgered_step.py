@@ -12,7 +12,8 @@ from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.arena import Arena
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
-from megazero.train.build import RunComponents, build_components, step_context
+from megazero.train.build import build_components, step_context
+from megazero.train.components import RunComponents
 from megazero.train.step import StepControls, training_step
 
 BATCH, SEQUENCE, VOCABULARY = 2, 24, 257

@@ -34,7 +34,8 @@ from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate
 from megazero.parallel.param_spec import ParamSpec, StateFragment, named_specs
 from megazero.parallel.topology import ENDS
-from megazero.train.build import RunComponents, batch_layout, build_components, step_context
+from megazero.train.build import batch_layout, build_components, step_context
+from megazero.train.components import RunComponents
 from megazero.train.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
 from megazero.zero.plan import Home

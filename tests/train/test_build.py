@@ -18,16 +18,11 @@ from megazero.config.run import RunConfig
 from megazero.errors import CheckpointError, ConfigError, UserError
 from megazero.optim.schedules import LearningRate
 from megazero.parallel.launch import Launch
-from megazero.train.build import (
-    RunComponents,
-    assemble,
-    batch_layout,
-    check_checkpoint,
-    padded_vocab_size,
-    step_context,
-)
+from megazero.train.build import assemble, batch_layout, check_checkpoint, step_context
 from megazero.train.check import check
+from megazero.train.components import RunComponents
 from megazero.train.loop import Run, Timetable, train
+from megazero.train.pipeline_stages import padded_vocab_size
 from megazero.zero.plan import Lifetime
 
 ALONE = Launch(0, 1, 0)
@@ -183,7 +178,7 @@ def test_a_run_has_what_was_asked_for(tmp_path: Path) -> None:
     assert run.saver is not None and (run.saver.root, run.saver.with_optimizer) == (tmp_path / "save", False)
     reporting = run.reporting
     assert (reporting.tokens_per_sample, reporting.gathers_ranks) == (8, True)
-    assert len(reporting.writers) == 2
+    assert len(reporting.writers) == 3
     assert (run.state.iteration, run.state.consumed_samples, run.loader.consumed_samples) == (0, 0, 0)
 
 

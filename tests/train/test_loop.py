@@ -20,7 +20,7 @@ from support.small_runs import CPU, LENGTH, VOCAB, Told, tiny_run, train_run
 from support.training import first_weights, max_relative
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megazero.checkpoint.folders import list_steps
+from megazero.checkpoint.folders import list_steps, remove_step
 from megazero.checkpoint.journal import read_journal
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.checkpoint.runs import read_run, run_of
@@ -30,9 +30,10 @@ from megazero.data.samples import Samples
 from megazero.errors import CheckpointError, DataError, Problem, TrainingError
 from megazero.parallel.launch import Launch
 from megazero.signals import StopRequest
+from megazero.timers import PARTS
 from megazero.train.build import assemble
 from megazero.train.check import check
-from megazero.train.leaving import leave_page, metrics_file_of
+from megazero.train.leaving import figures_of, leave_page, run_id
 from megazero.train.loop import _Loop, train
 
 
@@ -135,13 +136,39 @@ def test_a_run_leaves_a_page(tmp_path: Path) -> None:
     """It shows the steps of all starts, the layout, the settings, and the end of the last start."""
     told = run(tmp_path, exit_interval=3)
     assert told.text.splitlines()[-2] == f"the run as a page: {tmp_path / 'save' / 'run.html'}"
-    assert metrics_file_of(tmp_path / "save") == tmp_path / "m.jsonl"
+    assert figures_of(tmp_path / "save") == tmp_path / "m.jsonl"
     run(tmp_path, exit_interval=4, load=str(tmp_path / "save"), eval_iters=1)
     page = (tmp_path / "save" / "run.html").read_text()
     assert "exit interval 4 reached at iteration 4." in page and ", 2 times" in page
     assert "1 rank, which has the whole model and every sample" in page
     assert "eval_iters: 1" in page and "setting eval_iters | from 0 | to 1" in page
     assert page.count("<svg") == 8 and "<script" not in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_page_has_curves_without_a_metrics_file(tmp_path: Path) -> None:
+    """One of another run, or one that begins later, is not taken for the run's; of curves, steps are never repeated."""
+    run(tmp_path, metrics_file=None, exit_interval=3, log_interval=2, save_interval=2)
+    remove_step(tmp_path / "save" / "step_0000003")
+    (tmp_path / "save" / "latest").unlink()
+    run(tmp_path, exit_interval=4, log_interval=3, load=str(tmp_path / "save"), eval_iters=1)
+    assert [line["iteration"] for line in steps(tmp_path)] == [3, 4]
+    curves = [json.loads(line) for line in (tmp_path / "save" / "curves.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in curves] == [1, 2, 2, 3, 4, 4]
+    assert [line.get("steps") for line in curves] == [1, 1, None, 1, 1, None]
+    (rank,) = curves[-1]["ranks"]
+    assert rank["peak_memory_bytes"] > 0 and rank["model_state_bytes"]["parameters"] > 0
+    assert {line["run"] for line in [*curves, *lines(tmp_path)]} == {run_id(tmp_path / "save")}
+    assert figures_of(tmp_path / "save") == tmp_path / "save" / "curves.jsonl"
+    assert (tmp_path / "save" / "run.html").read_text().count("<svg") == 8
+
+
+def test_a_run_that_saves_nothing_says_that_it_leaves_no_page(tmp_path: Path) -> None:
+    *_, line, reason = run(tmp_path, train_iters=1, save=None).text.splitlines()
+    assert (line, reason) == (
+        "no checkpoint and no page of this run: they are kept below --save DIR",
+        "finished 1 iterations",
+    )
+    assert list(tmp_path.iterdir()) == [tmp_path / "m.jsonl"]
 
 
 def test_a_run_that_fails_leaves_a_page_too(tmp_path: Path) -> None:
@@ -156,7 +183,10 @@ def test_a_page_that_cannot_be_made_ends_no_run(tmp_path: Path) -> None:
     *_, line, reason = told.text.splitlines()
     assert line.startswith(f"no {tmp_path / 'save' / 'run.html'}: ") and reason == "finished 1 iterations"
     run(tmp_path, train_iters=1, metrics_file=str(tmp_path / "steps"), save=str(tmp_path / "other"))
-    (tmp_path / "steps").write_text('{"iteration": 1, "loss": "?"}\n')
+    (tmp_path / "steps").unlink()
+    (tmp_path / "other" / "curves.jsonl").write_text(
+        '{"iteration": 1, "step_seconds": 1}\n{"iteration": 1, "loss": "?"}\n'
+    )
     assert leave_page(tmp_path / "other").startswith(f"no {tmp_path / 'other' / 'run.html'}: ")
 
 
@@ -194,6 +224,26 @@ def test_statistics_are_those_of_what_is_saved(tmp_path: Path) -> None:
     for name, value in last.items():
         points = board.Scalars(f"optimizer/{tags.get(name, name)}")
         assert [point.step for point in points] == [1, 3, 5] and points[-1].value == pytest.approx(value)
+
+
+def test_times_of_parts_come_at_log_intervals(tmp_path: Path) -> None:
+    """An evaluation between two steps is no part of either."""
+    written = {"log_timers_to_tensorboard": True, "eval_iters": 20, "eval_interval": 1}
+    told = run(tmp_path, log_interval=2, timing_log_level=2, zero_stage=3, **written)
+    lines = told.text.splitlines()
+    heading = "milliseconds a step, over {}, minimum and maximum of all ranks:"
+    assert [line for line in lines if line.startswith("milliseconds")] == [
+        heading.format(steps) for steps in ("2 steps", "2 steps", "1 step")
+    ]
+    times = {line["iteration"]: line["timers"] for line in steps(tmp_path) if "timers" in line}
+    assert list(times) == [2, 4, 5]
+    between_stages = ("forward-recv", "forward-send", "backward-recv", "backward-send")
+    of_others = ("checkpoint-forward", "checkpoint-recompute", "backward-input-compute", "backward-weight-compute")
+    assert list(times[5]) == [name for name in PARTS if name not in (*between_stages, *of_others, "params-publish")]
+    last = {name: of_ranks["max"] for name, of_ranks in times[5].items()}
+    assert last["forward-compute"] + last["backward-compute"] < last["forward-backward"]
+    assert sum(last[name] for name in ("forward-backward", "all-grads-sync", "optimizer")) < last["step"]
+    assert [line.split()[0] for line in lines if line.startswith("    ")] == [*times[2], *times[4], *times[5]]
 
 
 def test_an_optimizer_without_a_variance_leaves_it_out(tmp_path: Path) -> None:
@@ -559,6 +609,7 @@ METRICS: dict[str, Any] = {
     "eval_interval": 2,
 }
 STEP_FIELDS = {
+    "run",
     "iteration",
     "consumed_samples",
     "loss",

@@ -141,7 +141,9 @@ def _where() -> str:
 
 def waits_of_steps(rank: int, settings: dict[str, Any], layout: dict[str, int]) -> list[str]:
     """Return the waits of some steps of two micro-batches, including the first step's allocations and recordings."""
-    config = tiny_run(**settings, global_batch_size=8, eod_mask_loss=True, clip_grad=0.5, weight_decay=0.1)
+    config = tiny_run(
+        timing_log_level=2, **settings, global_batch_size=8, eod_mask_loss=True, clip_grad=0.5, weight_decay=0.1
+    )
     core = core_on_rank(rank, config, **layout, is_late=False)  # late works would read values to check them
     parts = step_context(config, core)
     with BatchLoader(DrawnSamples(), batch_layout(config, core.mesh, EOD), prefetch=0) as loader:
@@ -324,6 +326,9 @@ def run_on_meta(rank: int, size: int, folder: str, settings: dict[str, Any]) -> 
         "log_params_norm": True,
         "log_num_zeros_in_grad": True,
         "log_optimizer_states_to_tensorboard": True,
+        "log_timers_to_tensorboard": True,
+        "timing_log_level": 2,
+        "timing_log_option": "all",
     }
     config = tiny_run(
         **{"mock_data": True, "train_iters": STEPS, "precision": "bf16", "log_interval": 1, **records, **settings}
@@ -348,6 +353,7 @@ def records_of(folder: Path, size: int) -> None:
     lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == list(range(1, STEPS + 1))
     assert all([rank["rank"] for rank in line["ranks"]] == list(range(size)) for line in lines)
+    assert all(len(ranks) == size for line in lines for ranks in line["timers"].values())
     assert list((folder / "board").iterdir())
 
 
@@ -374,6 +380,8 @@ def test_a_run_of_one_process_reads_nothing_back(settings: dict[str, Any], tmp_p
 def test_nor_does_one_of_two_whose_hosts_exchange_figures(settings: dict[str, Any], tmp_path: Path) -> None:
     assert run_ranks(2, run_on_meta, 2, str(tmp_path), settings) == [[], []]
     records_of(tmp_path, 2)
+    parts = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])["timers"]
+    assert ("forward-recv" in parts) == ("backward-send" in parts) == ("pipeline_model_parallel_size" in settings)
 
 
 EXEMPT = {

@@ -9,7 +9,8 @@ from support.processes import mesh_in_worker, run_ranks
 
 from megazero.activations import resolve_auto as resolve_switches
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.train.build import build_components, padded_vocab_size
+from megazero.train.build import build_components
+from megazero.train.pipeline_stages import padded_vocab_size
 from megazero.train.resolve_activations import resolve_activations
 from megazero.zero.plan import data_parallel_bytes, resolve
 

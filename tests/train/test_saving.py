@@ -21,7 +21,8 @@ from megazero.data.loader import build_step_batch
 from megazero.errors import CheckpointError
 from megazero.model.gpt import GPT
 from megazero.optim.loss_scaler import LossScale
-from megazero.train.build import RunComponents, batch_layout, step_context
+from megazero.train.build import batch_layout, step_context
+from megazero.train.components import RunComponents
 from megazero.train.saving import Saver, check_compatible, check_shapes, choose_run, find_checkpoint
 from megazero.train.step import StepControls, training_step
 from megazero.zero.gathered import GatheredParameters

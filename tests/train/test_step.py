@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megazero.config.run import RunConfig
 from megazero.data.loader import BatchLoader, MicroBatch, StepBatch, build_step_batch
-from megazero.train.build import RunComponents, batch_layout, step_context
+from megazero.train.build import batch_layout, step_context
+from megazero.train.components import RunComponents
 from megazero.train.context import StepContext
 from megazero.train.step import StepControls, StepReport, training_step
 from megazero.zero.step import first_overflow

@@ -156,6 +156,8 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("train_micro_batch_size_per_gpu", "int", None, ge=1),
             key("gradient_accumulation_steps", "int", None, ge=1),
             key("gradient_clipping", "float", 1.0, ge=0),
+            key("steps_per_print", "int", 10, ge=1),
+            key("wall_clock_breakdown", "bool", False),
             key("gradient_allreduce_op", "str", "mean", choices=REDUCTIONS),
             key("communication_data_type", "str", None, choices=_FORMATS),
             key("prescale_gradients", "bool", False),
@@ -219,8 +221,8 @@ _STREAMS = "it chooses how a gather moves its bytes, and here every gather is on
 
 ACCEPTED: Mapping[str, str] = _paths(
     (
-        ("reports are the program's own", "", "steps_per_print log_level dump_state"),
-        ("nothing is timed beside the program's own timers", "", "wall_clock_breakdown memory_breakdown timers"),
+        ("reports are the program's own", "", "log_level dump_state"),
+        ("wall_clock_breakdown times the parts of a step, and nothing else is timed", "", "memory_breakdown timers"),
         ("any optimizer that works element by element runs under ZeRO", "", "zero_allow_untested_optimizer"),
         ("an optimizer whose home is host memory is torch's own there too", "", "zero_force_ds_cpu_optimizer"),
         (_NO_FILES, "", "aio"),

@@ -7,6 +7,7 @@ translates the values into settings, for the library and for a run.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.choices import AUTO
+from megazero.config.engine_sections import UNLIMITED
 from megazero.config.values import Diagnostics, InvalidValue, Location, as_boolean, coerce, unknown, violation
 from megazero.dialects.deepspeed.keys import (
     ACCEPTED,
@@ -194,6 +196,8 @@ def _take_value(file: ParsedFile, location: Location, path: str, value: Any) -> 
         value = _FORMATS.get(value.lower(), value)
         if value == "none":
             return
+    if path == "steps_per_print" and value in (None, math.inf):
+        value = UNLIMITED
     if value != AUTO:
         try:
             value = coerce(info, value)

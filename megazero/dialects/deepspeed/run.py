@@ -134,6 +134,8 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
         return text_for_key(path, values)
 
     yield from automatic_notices(file, became)
+    if (steps := file.written("steps_per_print")) is not None:
+        yield f"{steps.source}: accepted, without effect: a run reports every --log-interval steps"
     if (buffers := file.written("data_types.buffer_dtype")) is not None:
         yield f"{buffers.source}: accepted, without effect: the model of a run has no buffers"
 

@@ -24,7 +24,7 @@ from megazero.config.choices import (
     choose_optimizer,
     choose_scheduler,
 )
-from megazero.config.engine_sections import SETTINGS, ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.engine_sections import SETTINGS, ActivationConfig, PrecisionConfig, ReportConfig, ZeroConfig
 from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.config.values import Diagnostics, Location, ParsedValue, RawValue, as_boolean, shown
@@ -43,16 +43,17 @@ from megazero.errors import Problem
 from megazero.rules import moot
 from megazero.rules.states import STATE_RULES
 
-_Section = TypeVar("_Section", ZeroConfig, PrecisionConfig, ActivationConfig)
+_Section = TypeVar("_Section", ZeroConfig, PrecisionConfig, ActivationConfig, ReportConfig)
 
 # {setting: the key whose value it takes unchanged}
 _SAME: Mapping[str, str] = MappingProxyType(
     {**ZERO_KEYS, **ACTIVATION_KEYS, **BATCH_KEYS, "clip_grad": "gradient_clipping"}
 )
 _INFO: Mapping[str, FieldInfo] = MappingProxyType(
-    {info.name: info for cls in (ZeroConfig, PrecisionConfig, ActivationConfig) for info in SETTINGS[cls]}
+    {info.name: info for cls in (ZeroConfig, PrecisionConfig, ActivationConfig, ReportConfig) for info in SETTINGS[cls]}
 )
 _ACCUMULATION, _ACCUMULATION_KEY = "accumulate_allreduce_grads_in_fp32", "data_types.grad_accum_dtype"
+_EVERY_PART = 2  # the level of timers that times what wall_clock_breakdown does
 # Left out, it is megazero's own: reading the outcome of every step would make a GPU's host wait for it.
 _OVERFLOW_KEY = "bf16.check_grad_overflow"
 # The loss scale under autocast in fp16 is torch's, whose constants DeepSpeed leaves as they are.
@@ -125,6 +126,9 @@ def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = F
     overflow = file.written(_OVERFLOW_KEY)
     if overflow is not None and file.get("bf16.enabled", False):
         translation.write("check_grad_overflow", overflow.value, overflow.source)
+    breakdown = file.written("wall_clock_breakdown")
+    if breakdown is not None and breakdown.value:
+        translation.write("timing_log_level", _EVERY_PART, breakdown.source)
     wide = file.written(_ACCUMULATION_KEY)
     if wide is not None and wide.value == "fp32":
         translation.write(_ACCUMULATION, True, wide.source)
@@ -275,6 +279,7 @@ class EngineParts:
     optimizer: OptimizerChoice | None
     scheduler: SchedulerChoice | None
     autocast: Literal["bf16", "fp16"] | None = None
+    reports: ReportConfig = field(default_factory=ReportConfig)
 
 
 def engine_parts(file: ParsedFile) -> EngineParts:
@@ -297,8 +302,10 @@ def engine_parts(file: ParsedFile) -> EngineParts:
         for rule in STATE_RULES
         for problem in rule(zero, precision, _spell)
     )
-    parts = EngineParts(zero, precision, activations, optimizer, scheduler, autocast)
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler, autocast, _build(ReportConfig, settings))
     given = [*settings.values(), *_given_params(file, parts)]
+    if (steps := file.written("steps_per_print")) is not None:
+        given.append(ParsedValue("steps_per_print", steps.value, steps.source, Origin.FOREIGN))
     file.diagnostics.notices.extend(moot.of_the_library(parts, given).notices)
     file.diagnostics.notices.extend(automatic_notices(file, lambda path: _became(path, parts)))
     return parts
@@ -341,7 +348,7 @@ def _became(path: str, parts: EngineParts) -> str | None:
         return "0.0"
     if path in ("gradient_allreduce_op", "torch_autocast.enabled", "torch_autocast.dtype"):
         return shown(HONOURED[path].default)
-    sections = (parts.zero, parts.precision, parts.activations)
+    sections = (parts.zero, parts.precision, parts.activations, parts.reports)
     values = {info.name: (info, getattr(item, info.name)) for item in sections for info in SETTINGS[type(item)]}
     return text_for_key(path, values)
 

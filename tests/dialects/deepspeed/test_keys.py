@@ -63,6 +63,8 @@ TOP = (
 OTHERS = {
     "gradient_clipping": 1.0,
     "gradient_allreduce_op": "mean",
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
     "prescale_gradients": False,
     "gradient_predivide_factor": 1.0,
     "zero_optimization.leaf_module.classes": (
