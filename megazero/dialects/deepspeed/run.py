@@ -134,6 +134,8 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
         return text_for_key(path, values)
 
     yield from automatic_notices(file, became)
+    if file.get("fp16.auto_cast", False):
+        yield f"{file.location('fp16.auto_cast')}: accepted, without effect: the inputs of a run are whole numbers"
     if (buffers := file.written("data_types.buffer_dtype")) is not None:
         yield f"{buffers.source}: accepted, without effect: the model of a run has no buffers"
 
