@@ -108,7 +108,7 @@ def choose_scheduler(
         values["warmup_max_lr"] = lr
     diagnostics.problems.extend(
         Problem(
-            f"{where.key(key)} is missing",
+            where.key(key).quote(AUTO) if key in params else f"{where.key(key)} is missing",
             f"{entry} needs a number that nobody else knows",
             f"{key}: {100000 if info.kind == 'int' else 0.001}",
         )

@@ -189,7 +189,9 @@ class PrecisionConfig:
     )
     loss_scale: float | None = setting(None, help="fp16: constant loss scale; without it, the scale is dynamic", gt=0)
     initial_loss_scale: float = setting(2.0**32, help="fp16: first dynamic loss scale", gt=0)
-    min_loss_scale: float = setting(1.0, help="fp16: the dynamic loss scale never gets smaller", gt=0)
+    min_loss_scale: float = setting(
+        1.0, help="fp16: the dynamic loss scale never gets smaller; 0: it has no least value", ge=0
+    )
     loss_scale_window: int = setting(
         1000, help="fp16: steps without an overflow before the scale doubles", unit="steps", ge=1
     )
@@ -369,10 +371,14 @@ class OptimizerConfig:
     sgd_momentum: float = setting(0.9, help="momentum of sgd", ge=0)
     clip_grad: float = setting(1.0, help="largest global gradient norm; 0 clips nothing", ge=0)
     override_opt_param_scheduler: bool = setting(
-        False, help="on resuming take the learning-rate schedule from here, whatever the checkpoint says"
+        False,
+        help="on resuming take the learning-rate schedule from here, whatever the checkpoint says",
+        aliases=("override-lr-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = setting(
-        False, help="on resuming take the learning-rate schedule from the checkpoint, whatever is said here"
+        False,
+        help="on resuming take the learning-rate schedule from the checkpoint, whatever is said here",
+        aliases=("use-checkpoint-lr-scheduler",),
     )
     lr_decay_params: tuple[str, ...] = setting(
         (),

@@ -96,7 +96,7 @@ class TrainingConfig:
     step_batch_size_schedule: tuple[str, ...] = setting(
         (),
         help='global batch sizes, each with the number of tokens from which on it applies: "0:768 250B:1536"; instead'
-        " of global_batch_size",
+        " of global_batch_size, or beside the last of them",
         unit="samples",
     )
 
@@ -109,7 +109,11 @@ class ParallelConfig:
         1, help="processes that share every layer", unit="processes", aliases=("model-parallel-size",), ge=1
     )
     pipeline_model_parallel_size: int = setting(
-        1, help="pipeline stages: processes that have consecutive layers each", unit="processes", ge=1
+        1,
+        help="pipeline stages: processes that have consecutive layers each",
+        unit="processes",
+        aliases=("pipe-parallel-size",),
+        ge=1,
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting(
         None,

@@ -15,7 +15,7 @@ from megazero.config.fields import FieldInfo, by_name, parameter
 
 WARMUP_TYPES = ("log", "linear")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
-_WARMUP_STEPS = parameter("warmup_num_steps", "int", 1000, ge=1)
+_WARMUP_STEPS = parameter("warmup_num_steps", "int", 1000, ge=0)
 _WARMUP_TYPE = parameter("warmup_type", "str", "log", choices=WARMUP_TYPES)
 _TOTAL_STEPS = parameter("total_num_steps", "int", None, ge=1)
 _MIN_LR = parameter("warmup_min_lr", "float", 0.0, ge=0)

@@ -37,6 +37,7 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "overlap-grad-reduce": Shorthand("overlap_comm", "true"),
         "recompute-activations": Shorthand("recompute_granularity", "selective"),
         "checkpoint-activations": Shorthand("recompute_granularity", "full"),
+        "enable-zbh1-pipeline": Shorthand("pipeline_schedule", "zero-bubble"),
         "no-pipeline-parallel": Shorthand("pipeline_model_parallel_size", "1"),
         "use-tp-pp-dp-mapping": Shorthand("rank_order", "dp-pp-tp"),
         "optimizer-cpu-offload": Shorthand("offload_optimizer", "cpu"),
@@ -61,11 +62,12 @@ _PUBLISHED = (
     " initial-loss-scale log-memory-to-tensorboard log-optimizer-states-to-tensorboard log-timers-to-tensorboard"
     " log-validation-ppl-to-tensorboard loss-scale loss-scale-window lr-decay-iters lr-decay-samples lr-decay-tokens"
     " lr-warmup-init merge-file min-loss-scale min-lr no-load-optim"
-    " no-mmap-bin-files no-save-optim override-opt-param-scheduler partition-activations profile-backward"
-    " profile-ranks profile-step-end profile-step-start use-pytorch-profiler"
+    " no-mmap-bin-files no-save-optim override-lr-scheduler override-opt-param-scheduler partition-activations"
+    " profile-backward profile-ranks profile-step-end profile-step-start use-pytorch-profiler"
     " recompute-method recompute-num-layers save-interval sequence-parallel sgd-momentum split"
     " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size timing-log-option tokenizer-model"
-    " use-checkpoint-opt-param-scheduler vocab-file weight-decay record-memory-history memory-snapshot-path"
+    " use-checkpoint-lr-scheduler use-checkpoint-opt-param-scheduler vocab-file weight-decay record-memory-history"
+    " memory-snapshot-path"
 )
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
@@ -220,6 +222,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "overlap-p2p-communication no-overlap-p2p-communication overlap-p2p-communication-warmup-flush"
             " no-scatter-gather-tensors-in-pipeline batch-p2p-communication use-ring-exchange-p2p",
         ),
+        ("every schedule computes the same", "enable-zbh1-exact-semantics"),
         (
             "the schedule fixes what a pipeline stage keeps, and until when",
             "deallocate-pipeline-outputs",
@@ -345,7 +348,8 @@ REFUSED: Mapping[str, str] = _rows(
         (
             _MODEL,
             "disable-bias-linear swiglu squared-relu use-rotary-position-embeddings apply-layernorm-1p"
-            " group-query-attention embed-layernorm no-position-embedding add-qkv-bias qk-layernorm",
+            " group-query-attention embed-layernorm no-position-embedding add-qkv-bias qk-layernorm glu-activation"
+            " mup mup-input-mult mup-attn-mult mup-output-mult",
         ),
         (
             "of activations only the checkpoints of full recomputation go to host memory; give --checkpoint-in-cpu",
@@ -371,7 +375,8 @@ REFUSED: Mapping[str, str] = _rows(
         ),
         (
             _CORPUS,
-            "data-args-path per-split-data-args-path train-weighted-split-paths-path valid-weighted-split-paths-path",
+            "data-args-path per-split-data-args-path train-weighted-split-paths-path valid-weighted-split-paths-path"
+            " train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths",
         ),
         ("settings are given anew; a saved run's resolved file can be given as --config", "use-checkpoint-args"),
         ("saving waits until the files are written", "async-save"),
@@ -384,9 +389,21 @@ REFUSED: Mapping[str, str] = _rows(
             "one backend carries all collectives; give --distributed-backend",
             "pipeline-model-parallel-comm-backend",
         ),
-        (_RESUMED, "skip-train"),
+        (_RESUMED, "skip-train no-train"),
+        ("every step of the schedule trains", "skip-train-iteration-range"),
+        (
+            "a model is trained on its corpus alone, without a teacher",
+            "kd mos kd-alpha-ce kd-beta-ce kd-temp load-teacher num-layers-teacher num-experts-teacher"
+            " hidden-size-teacher num-attention-heads-teacher",
+        ),
+        ("optimizer states have the master weights' format", "use-bnb-optimizer"),
+        ("the micro-batches of a step follow from the sizes of the batch", "gas"),
         ("every sample has --seq-length tokens", "variable-seq-lengths"),
-        (_WHOLE_SEQUENCES, "cp-comm-type hierarchical-context-parallel-sizes"),
+        (
+            _WHOLE_SEQUENCES,
+            "cp-comm-type hierarchical-context-parallel-sizes ds-sequence-parallel-fpdt"
+            " ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading",
+        ),
         ("residuals have the number format of --precision", "fp32-residual-connection"),
         ("all copies of the model start with the same weights, from --seed", "data-parallel-random-init"),
         ("processes and model are set up at the start, by the program itself", "lazy-mpu-init"),
@@ -424,8 +441,10 @@ INSTEAD: Mapping[str, str] = _rows(
         ("--data-path $(cat FILE)", "data-args-path"),
         (
             "--train-data-path WEIGHT PREFIX ... --valid-data-path WEIGHT PREFIX ...",
-            "per-split-data-args-path train-weighted-split-paths-path valid-weighted-split-paths-path",
+            "per-split-data-args-path train-weighted-split-paths-path valid-weighted-split-paths-path"
+            " train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths",
         ),
+        ("--global-batch-size SAMPLES", "gas"),
         ("--zero-stage 3", "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy"),
         ("--tensorboard", "wandb-project wandb-exp-name wandb-entity wandb-save-dir"),
         ("--recompute-num-layers N", "custom-recompute-layers-per-stage"),

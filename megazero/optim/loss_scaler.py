@@ -20,6 +20,7 @@ from megazero.errors import DamageError, Problem
 
 GROWTH = 2.0
 BACKOFF = 0.5
+_SMALLEST = 2.0**-126  # a scale is a normal number of fp32, by which gradients can be divided
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class LossScaler:
         fixed = config.loss_scale if scales and config.loss_scale is not None else 1.0
         return cls(
             initial=config.initial_loss_scale if dynamic else fixed,
-            minimum=config.min_loss_scale if dynamic else fixed,
+            minimum=max(config.min_loss_scale, _SMALLEST) if dynamic else fixed,
             dynamic=dynamic,
             window=config.loss_scale_window,
             hysteresis=config.hysteresis,

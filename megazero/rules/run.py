@@ -247,12 +247,14 @@ def batch_sizes_are_read(config: RunConfig, world_size: int) -> Iterator[Problem
         given = f"{RAMPUP} {' '.join(training.rampup_batch_size)} and {SCHEDULE}"
         yield Problem(given, "global batch sizes change by one rule", "one of the two")
     elif training.step_batch_size_schedule:
-        if training.global_batch_size is not None:
-            given = f"--global-batch-size {training.global_batch_size} and {SCHEDULE}"
-            yield Problem(given, "the schedule holds all global batch sizes", "one of the two")
         sizes = read_schedule(training.step_batch_size_schedule, config.model.seq_length)
         if isinstance(sizes, Problem):
             yield sizes
+        elif training.global_batch_size not in (None, sizes.sizes[-1]):
+            words = " ".join(training.step_batch_size_schedule)
+            given = f"--global-batch-size {training.global_batch_size} and {SCHEDULE} {words}"
+            rule = f"the schedule holds all global batch sizes, of which the last is {sizes.sizes[-1]}"
+            yield Problem(given, rule, f"--global-batch-size {sizes.sizes[-1]}, or without it")
     elif training.rampup_batch_size and world_size % derived.model_parallel_size(config) == 0:
         sizes = read_rampup(
             training.rampup_batch_size, training.global_batch_size or derived.samples_per_micro_step(config, world_size)
@@ -298,7 +300,7 @@ def micro_batches_fill_every_batch(config: RunConfig, world_size: int) -> Iterat
 
 def micro_batches_fill_global_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     given = config.training.global_batch_size
-    if given is None or world_size % derived.model_parallel_size(config):
+    if given is None or config.training.step_batch_size_schedule or world_size % derived.model_parallel_size(config):
         return
     micro, copies = config.training.micro_batch_size, derived.data_parallel_size(config, world_size)
     if given % (micro * copies):

@@ -146,7 +146,7 @@ def test_an_automatic_peak_is_the_optimizers_rate() -> None:
         ),
         ("CosineAnnealingLR", {}, 'scheduler.type: "CosineAnnealingLR"', "nothing of this name"),
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps is missing", "nobody else knows"),
-        ("WarmupCosineLR", {"total_num_steps": "auto"}, "scheduler.params.total_num_steps is missing", "nobody else"),
+        ("WarmupCosineLR", {"total_num_steps": "auto"}, 'scheduler.params.total_num_steps: "auto"', "nobody else"),
         ("WarmupDecayLR", {"total_num_steps": 0}, "scheduler.params.total_num_steps: 0", "at least 1"),
         ("WarmupDecayLR", {"total_num_steps": 999}, "scheduler.params.total_num_steps: 999 with warmup", "ends after"),
         ("WarmupLR", {"total_num_steps": 9}, "scheduler.params.total_num_steps: 9", "no key of this name"),

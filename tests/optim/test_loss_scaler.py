@@ -107,6 +107,15 @@ def test_from_config(config: PrecisionConfig, scale: float, is_dynamic: bool) ->
     assert scaler.max_skips_at_minimum == config.max_skipped_steps_at_min_loss_scale
 
 
+def test_a_scale_without_a_least_value_never_becomes_zero() -> None:
+    scaler = LossScaler.from_config(PrecisionConfig(precision="fp16", hysteresis=1, min_loss_scale=0))
+    state = scaler.start()
+    for _ in range(32 + 126 + scaler.max_skips_at_minimum):
+        assert not scaler.exhausted(state)
+        state = scaler.after_step(state, overflow=True)
+    assert scaler.exhausted(state) and state.scale == 2.0**-126
+
+
 @given(st.text(".x", max_size=20))
 def test_a_resumed_scale_goes_on_the_same(steps: str) -> None:
     scaler = dynamic()

@@ -169,9 +169,9 @@ def test_a_valid_run_has_no_problem() -> None:
         ),
         (
             1,
-            {"step_batch_size_schedule": ["0:8", "1K:14"], "global_batch_size": 14},
-            "--global-batch-size 14 and --step-batch-size-schedule",
-            "one of the two",
+            {"step_batch_size_schedule": ["0:8", "1K:14"], "global_batch_size": 12},
+            "--global-batch-size 12 and --step-batch-size-schedule 0:8 1K:14",
+            "--global-batch-size 14, or without it",
         ),
         (
             1,

@@ -11,9 +11,6 @@ from typing import NamedTuple
 import pytest
 from support.source_tree import ROOT
 
-from megazero.command_line.parse import parse
-from megazero.rules.run import check
-
 FOLDER = ROOT / "scripts" / "slurm"
 JOBS = sorted(FOLDER.glob("*.sbatch"))
 TRAINING = [job for job in JOBS if job.stem != "preprocess"]
@@ -212,20 +209,6 @@ def test_every_job_can_be_requeued_and_is_warned(job: Path) -> None:
     assert said["requeue"] == "" and said["open-mode"] == "append"
     assert re.fullmatch(r"USR1@\d+", said["signal"])  # with B: the shell would get the signal in place of the ranks
     assert said["output"] == "slurm-%x-%j.log"
-
-
-@pytest.mark.parametrize(("name", "ranks", "billions"), [("gpt_100b_dgx2", 400, 101), ("gpt_40b_dgx_a100", 64, 40)])
-def test_a_model_of_the_paper_is_a_run_of_ours(batch: Batch, name: str, ranks: int, billions: int) -> None:
-    said = directives(FOLDER / f"{name}.sbatch")
-    gpus = int(said["gpus-per-node"])
-    assert int(said["nodes"]) * gpus == ranks and said["ntasks-per-node"] == said["gpus-per-node"]
-    nodes, training = batch.start(0, 0, script=name).ranks
-    assert "--min-bandwidth" in nodes
-    words = training.split("pretrain_gpt.py ")[1].split()
-    config = parse([*words, "--mock-data", "--vocab-size", "50257"], world_size=ranks).config
-    assert check(config, ranks) == ()
-    assert config.parallel.tensor_model_parallel_size == gpus
-    assert round(12 * config.model.num_layers * config.model.hidden_size**2 / 1e9) == billions
 
 
 @pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)

@@ -177,7 +177,8 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("fp16.loss_scale_window", "int", 1000, ge=1),
             key("fp16.hysteresis", "int", 2, ge=1),
             key("fp16.consecutive_hysteresis", "bool", False),
-            key("fp16.min_loss_scale", "float", 1.0, gt=0),
+            key("fp16.min_loss_scale", "float", 1.0, ge=0),
+            key("fp16.auto_cast", "bool", False),
             *(key(path, "bool", None) for path in (*OLD_OFFLOAD, *PIN_KEYS)),
         )
     }
@@ -233,6 +234,12 @@ ACCEPTED: Mapping[str, str] = _paths(
         ("there are no experts", "", "use_data_before_expert_parallelism"),
         ("there is one implementation of each optimizer", "optimizer", "legacy_fusion"),
         ("it chooses a kernel", "fp16", "fused_mode"),
+        ("levels are apex's, and fp16.enabled alone chooses the format", "fp16", "opt_level"),
+        (
+            "bf16 reaches as far as fp32, so that no loss is scaled",
+            "bf16",
+            "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+        ),
         ("a bucket is reduced as soon as it is complete", "bf16", "immediate_grad_update"),
         ("communication_data_type narrows gradients", "torch_autocast", "lower_precision_safe_modules"),
         (
@@ -309,7 +316,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "zero_optimization.partition_stream_chunk_size": Refused(
             "a parameter is made whole before it is partitioned", (0, None), "partition_stream_chunk_size: 0"
         ),
-        "fp16.auto_cast": Refused("the model's inputs keep their number format", legal="cast them in the program"),
         "fp16.fp16_master_weights_and_grads": Refused(_MASTERS),
         "bf16.bf16_master_weights_and_grads": Refused(_MASTERS),
         "bf16.bf16_optimizer_states": Refused(f"optimizer states have the master weights' format; {_MASTERS}"),
@@ -386,7 +392,9 @@ SWITCHED: Mapping[str, Switched] = MappingProxyType(
         "hybrid_engine": _switched("the engine trains; generation is a program of its own"),
         "expert_parallel": _switched("there are no experts"),
         "nebula": _switched("checkpoints have one format, written by the processes themselves"),
-        "compile": _switched("the program compiles its model; compile block by block"),
+        "compile": _switched(
+            "the program compiles its model; compile block by block", legal="pretrain_gpt.py has --compile"
+        ),
     }
 )
 

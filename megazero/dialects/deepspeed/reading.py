@@ -9,14 +9,24 @@ translates the values into settings, for the library and for a run.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megazero.config.choices import AUTO
 from megazero.config.engine_sections import UNLIMITED
-from megazero.config.values import Diagnostics, InvalidValue, Location, as_boolean, coerce, unknown, violation
+from megazero.config.optimizers import OPTIMIZERS
+from megazero.config.values import (
+    Diagnostics,
+    InvalidValue,
+    Location,
+    as_boolean,
+    coerce,
+    shown,
+    unknown,
+    violation,
+)
 from megazero.dialects.deepspeed.keys import (
     ACCEPTED,
     ALIASES,
@@ -32,6 +42,8 @@ from megazero.errors import ConfigError, Problem
 from megazero.files import parse_json, read_bounded
 
 _MAX_BYTES = 1 << 20
+# JSON has no comments; keys that begin so stand for them.
+_COMMENTS = ("_", "//", "#")
 # {DeepSpeed's name of a number format: megazero's name}
 _FORMATS: Mapping[str, str] = MappingProxyType(
     {
@@ -164,8 +176,21 @@ def _walk(file: ParsedFile, location: Location, section: str, content: Mapping[s
             _take_refused(file, where, path, value)
         elif path in SWITCHED:
             _take_switched(file, where, path, value)
+        elif str(name).startswith(_COMMENTS):
+            file.diagnostics.notices.append(f"{where}: accepted, without effect: a comment")
         else:
-            file.diagnostics.problems.append(unknown(where, value, _names_in(section)))
+            file.diagnostics.problems.append(_unknown(where, section, str(name), value))
+
+
+def _unknown(location: Location, section: str, name: str, value: Any) -> Problem:
+    """Return the problem of a key that is not there; legal is the path of a key of this name in another place."""
+    problem = unknown(location, value, _names_in(section))
+    places = {path for path in KNOWN if path.rpartition(".")[2] == name}
+    if section == "optimizer":
+        places = {f"optimizer.params.{name}"} if name in {"lr", *OPTIMIZERS["AdamW"].params} else set()
+    elif name == "max_grad_norm":
+        places = {"gradient_clipping"}
+    return replace(problem, legal=", ".join(f"{path}: {shown(value)}" for path in sorted(places)) or problem.legal)
 
 
 def _names_in(section: str) -> set[str]:

@@ -136,6 +136,8 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
     yield from automatic_notices(file, became)
     if (steps := file.written("steps_per_print")) is not None:
         yield f"{steps.source}: accepted, without effect: a run reports every --log-interval steps"
+    if file.get("fp16.auto_cast", False):
+        yield f"{file.location('fp16.auto_cast')}: accepted, without effect: the inputs of a run are whole numbers"
     if (buffers := file.written("data_types.buffer_dtype")) is not None:
         yield f"{buffers.source}: accepted, without effect: the model of a run has no buffers"
 

@@ -302,6 +302,10 @@ def engine_parts(file: ParsedFile) -> EngineParts:
         for rule in STATE_RULES
         for problem in rule(zero, precision, _spell)
     )
+    cast = file.written("fp16.auto_cast")
+    if cast is not None and cast.value:
+        rule = "refused: the model's inputs keep their number format"
+        file.diagnostics.problems.append(Problem(cast.source, rule, "cast them in the program"))
     parts = EngineParts(zero, precision, activations, optimizer, scheduler, autocast, _build(ReportConfig, settings))
     given = [*settings.values(), *_given_params(file, parts)]
     if (steps := file.written("steps_per_print")) is not None:

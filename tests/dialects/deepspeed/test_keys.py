@@ -84,6 +84,7 @@ OTHERS = {
     "fp16.hysteresis": 2,
     "fp16.consecutive_hysteresis": False,
     "fp16.min_loss_scale": 1.0,
+    "fp16.auto_cast": False,
     "bf16.enabled": False,
     "torch_autocast.enabled": False,
     "torch_autocast.dtype": "bf16",

@@ -198,8 +198,10 @@ def test_a_runs_schedule_is_the_documented_one(kind: str, start: float, shape: s
 
 
 def test_a_warm_up_has_at_least_two_steps() -> None:
-    made = translated(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_type": "linear"}})
-    assert said(made)["lr_warmup_iters"] == 2
+    for steps in (0, 1):
+        params = {"warmup_num_steps": steps, "warmup_type": "linear"}
+        made = translated(scheduler={"type": "WarmupLR", "params": params})
+        assert said(made)["lr_warmup_iters"] == 2
 
 
 def test_a_runs_own_schedule_by_name() -> None:

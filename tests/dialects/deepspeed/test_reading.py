@@ -223,6 +223,17 @@ def test_formats_have_several_names() -> None:
     assert {name: of("communication_data_type", name).get("communication_data_type", None) for name in names} == names
 
 
+def test_a_comment_is_no_key() -> None:
+    reading = of("_see", "the documentation")
+    assert not reading.diagnostics.problems and "a comment" in reading.diagnostics.notices[0]
+
+
+def test_a_key_in_another_place_is_told() -> None:
+    problem = only(of("zero_optimization.zero_allow_untested_optimizer", True))
+    assert problem.legal == "zero_allow_untested_optimizer: true"
+    assert only(of("max_grad_norm", 0.5)).legal == "gradient_clipping: 0.5"
+
+
 def test_an_old_form_of_the_section_is_stage_1() -> None:
     assert of("zero_optimization", True).get("zero_optimization.stage", None) == 1
     assert of("zero_optimization", False).get("zero_optimization.stage", None) == 0

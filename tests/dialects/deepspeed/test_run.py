@@ -400,6 +400,11 @@ def test_what_only_the_library_offers_is_refused(content: dict[str, Any], given:
     assert run({"gradient_allreduce_op": "mean", "torch_autocast": {"enabled": False}}, SIZED).config
 
 
+def test_whole_numbers_are_not_cast() -> None:
+    told = run({"fp16": {"enabled": True, "auto_cast": True}}, SIZED).notices
+    assert any("fp16.auto_cast: accepted, without effect" in notice for notice in told)
+
+
 def test_automatic_keys_report_what_they_became() -> None:
     content = {
         "train_batch_size": "auto",

@@ -161,6 +161,7 @@ def test_how_checkpoints_are_kept() -> None:
 def test_the_loss_scale() -> None:
     fixed = parts({"fp16": {"enabled": True, "loss_scale": 128, "consecutive_hysteresis": True}})[0].precision
     assert (fixed.precision, fixed.loss_scale, fixed.consecutive_hysteresis) == ("fp16", 128.0, True)
+    assert parts({"fp16": {"enabled": True, "min_loss_scale": 0}})[0].precision.min_loss_scale == 0
     moving = parts({"fp16": {"enabled": True, "min_loss_scale": 1e-5, "hysteresis": 4}})[0].precision
     assert (moving.loss_scale, moving.initial_loss_scale) == (None, 65536.0)
     assert (moving.min_loss_scale, moving.hysteresis) == (1e-5, 4)
@@ -211,6 +212,13 @@ def test_adam_is_adamw_unless_told_otherwise(params: dict[str, Any], kind: str, 
         ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type is missing", 'type: "WarmupLR"'),
         ({"optimizer": {"type": "Lamb"}}, 'optimizer.type: "Lamb"', "AdamW"),
         ({"optimizer": {"type": "Adam", "adam_w_mode": True}}, "optimizer.adam_w_mode: true", "type"),
+        ({"optimizer": {"type": "Adam", "eps": 1e-6}}, "optimizer.eps: 1e-06", "optimizer.params.eps: 1e-06"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            'scheduler.params.total_num_steps: "auto"',
+            "total_num_steps: 100000",
+        ),
+        ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast: true", "cast them in the program"),
         ({"scheduler": {"type": "TwoCycles"}}, 'scheduler.type: "TwoCycles"', "OneCycle"),
         (
             {"prescale_gradients": True, "gradient_predivide_factor": 8},
