@@ -1,11 +1,11 @@
 """Tests of how bytes, counts and durations are written for people."""
 
-import pytest
+from support.each import each
 
 from megazero.units import counted, format_bytes, format_count, format_duration
 
 
-@pytest.mark.parametrize(
+@each(
     ("nbytes", "text"),
     [
         (0, "0 B"),
@@ -25,7 +25,7 @@ def test_bytes(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("count", "text"),
     [
         (0, "0"),
@@ -43,7 +43,7 @@ def test_counts(count: float, text: str) -> None:
     assert format_count(count) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("seconds", "text"),
     [
         (0, "0.0s"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 from support.recomputed_programs import CPU, places_of
 from torch import Tensor
 
@@ -39,8 +40,8 @@ def live_bytes(copies: CopyStore) -> int:
     return in_arena + (copies.host.live_bytes if isinstance(copies, HostStore) else 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each("kind", KINDS)
 def test_a_copy_comes_back_as_it_was(kind: str, dtype: torch.dtype) -> None:
     copies = KINDS[kind]()
     for _ in range(2):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 
 from megazero.activations.decision import CheckpointSizes, Speeds, Switch, Volumes, decide, volumes
 
@@ -90,7 +91,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_cases(name: str) -> None:
     case = CASES[name]
     sizes = Volumes(int(case.checkpoints * GB), int(case.dp * GB), case.tp)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.any_models import CASES, inputs_of, make
+from support.each import each
 from support.recomputed_programs import (
     CPU,
     KEEPINGS,
@@ -38,8 +39,8 @@ def dtype_of(name: str) -> torch.dtype:
     return torch.float32 if name == "autocast" else torch.float64
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@each("keeping", KEEPINGS)
+@each("name", PROGRAMS)
 def test_the_same_bits(name: str, keeping: str) -> None:
     dtype = dtype_of(name)
     assert same(outcome(PROGRAMS[name], recomputation(keeping).run, dtype), outcome(PROGRAMS[name], plain, dtype))
@@ -335,8 +336,8 @@ def test_the_second_run_is_a_forward_to_the_ledger() -> None:
     assert ledger.phases == ["forward", "backward"] * 2
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
-@pytest.mark.parametrize("view", ["slice", "expanded", "transposed", "strided", "column"])
+@each("keeping", KEEPINGS)
+@each("view", ["slice", "expanded", "transposed", "strided", "column"])
 def test_inputs_with_gaps_take_the_same_way_again(keeping: str, view: str) -> None:
     """Both runs use the same kernel, which torch chooses by the input's strides where the matrix needs no gradient."""
     matrix = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))

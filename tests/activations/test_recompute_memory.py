@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from support.recomputed_programs import CPU, KEEPINGS, PROGRAMS, WIDTH, Parts, layer, outcome, plain, recomputation
 from torch import Tensor
@@ -169,8 +170,8 @@ def held(runs: Recomputation) -> list[int]:
     return [in_arena, copies.host.live_bytes if isinstance(copies, HostStore) else 0]
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@each("keeping", KEEPINGS)
+@each("name", PROGRAMS)
 def test_every_program_gives_all_places_back(name: str, keeping: str) -> None:
     runs = recomputation(keeping)
     outcome(PROGRAMS[name], runs.run, torch.float32)

@@ -12,6 +12,7 @@ from corpora import body_of, command, figures, main, parse_arguments, record, ta
 from corpus_text import Text
 from readme import generated
 from report import publish
+from support.warm_python import TOOLS, warm_python
 from usage import CommandFailed, Usage
 
 FILES = Files(
@@ -116,6 +117,7 @@ def test_what_cannot_be_is_refused(words: str) -> None:
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The program runs on given text, with tokenizers trained on it."""
     monkeypatch.setattr("sys.argv", ["corpora.py"])
+    monkeypatch.setattr("sys.executable", warm_python(TOOLS))
     text = tmp_path / "t.jsonl"
     rows = [f"def function_{number}(x):\n    return x + {number} * 'word{number % 7}'\n" * 3 for number in range(300)]
     text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from support.each import each
 
 from megazero.checkpoint.manifest import (
     BOX_BYTES,
@@ -113,7 +114,7 @@ def test_a_truncated_manifest_is_refused(cut: int) -> None:
         parse_manifest(dump_manifest(manifest())[:cut], source="m")
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [b"", b"null", b"[]", b'"x"', b"{", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}"],
 )
@@ -202,7 +203,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@each("name", HOSTILE)
 def test_a_hostile_manifest_is_refused(name: str) -> None:
     change, message = HOSTILE[name]
     body = copy.deepcopy(json.loads(dump_manifest(manifest())))

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from support.each import each
 
 from megazero.checkpoint.state import TrainState
 from megazero.errors import DamageError
@@ -37,7 +38,7 @@ def test_the_way_through_json() -> None:
     assert TrainState.from_json(saved, step=12) == state()
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"iteration": None},

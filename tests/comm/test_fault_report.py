@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-import pytest
+from support.each import each
 
 from megazero.comm.fault_report import MOST_LINES, Fault, Heartbeat, Waiting, find, ranks_text, report
 from megazero.owner import ProcessState
@@ -33,7 +33,7 @@ def all_ranks(rank: int, axis: str) -> Sequence[int]:
 SUM = "dp all_reduce 7"
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "ranks", "words"),
     [
         (fault(beat(0, SUM, peers={1: ProcessState.GONE}), silent=[beat(1)]), (1,), "dead"),

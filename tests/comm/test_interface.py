@@ -2,7 +2,7 @@
 
 import inspect
 
-import pytest
+from support.each import each
 
 from megazero.comm.interface import Communicator, CompletedWork
 from megazero.comm.local import LocalCommunicator
@@ -20,8 +20,8 @@ def test_the_interface_has_these_methods() -> None:
     assert {name for name in CALLS if not name.startswith("_")} == set(METHODS)
 
 
-@pytest.mark.parametrize("kind", [LocalCommunicator, ProcessGroupCommunicator, MeteredCommunicator])
-@pytest.mark.parametrize("name", METHODS)
+@each("kind", [LocalCommunicator, ProcessGroupCommunicator, MeteredCommunicator])
+@each("name", METHODS)
 def test_every_communicator_takes_the_same_arguments(kind: type, name: str) -> None:
     assert inspect.signature(getattr(kind, name)) == CALLS[name]
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support.deepspeed_files import FILES, found_settings
+from support.each import each
 
 from megazero.command_line.parse import parse
 from megazero.config.run import RunConfig
@@ -21,7 +21,7 @@ def run(line: str, content: dict[str, Any] | None = None, folder: Path | None = 
     return parse(f"{BASE} {line}".split(), world_size=8).config
 
 
-@pytest.mark.parametrize("case", FILES)
+@each("case", FILES)
 def test_a_file_stands_for_its_settings(case: str, tmp_path: Path) -> None:
     content, settings = FILES[case]
     config = run("--micro-batch-size 2 --lr 1e-3 --tensor-model-parallel-size 2", content, tmp_path)

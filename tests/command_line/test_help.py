@@ -1,6 +1,7 @@
 """Tests of --help: of all, of a section, and of what becomes of every known flag and key."""
 
 import pytest
+from support.each import each
 
 from megazero.command_line.flags import FOR_DEEPSPEED, GROUPS
 from megazero.command_line.help import help_of
@@ -23,7 +24,7 @@ def test_settings_that_only_deepspeed_needs_are_shown_on_demand() -> None:
     assert "--leaf-module-names" in flat("zero") and "--help all" in flat() and "--help all" not in flat("all")
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@each("group", GROUPS)
 def test_a_section_has_its_own_flags_only(group: str) -> None:
     text = help_of([group.replace(" ", "-")])
     assert text.startswith(f"{group}:\n") and "usage" not in text
@@ -55,7 +56,7 @@ def test_every_known_key_has_an_answer() -> None:
     assert flat("bfloat16.enabled").endswith("honoured; true or false; DeepSpeed's default is false.")
 
 
-@pytest.mark.parametrize(
+@each(
     ("topic", "told"),
     [
         ("--swiglu", "--swiglu: refused: the model is GPT-2"),

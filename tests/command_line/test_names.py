@@ -1,11 +1,12 @@
 """Tests of the names of flags, and of what is suggested in place of an unknown one."""
 
 import pytest
+from support.each import each
 
 from megazero.command_line.names import all_names, suggest
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "expected"),
     [
         ("swiglo", "--swiglu (which is refused)"),

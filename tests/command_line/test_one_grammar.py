@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.configs import SMALL
+from support.each import each
 from support.raw_values import FORMS, REFUSED, as_words, expected, same
 
 from megazero.command_line.flags import split_words
@@ -94,7 +95,7 @@ def test_flags(form: str) -> None:
     assert unexpected(form, verdicts) == {} and (form in ("null", "list of one") or len(verdicts) > 90)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_run_files(form: str, tmp_path: Path) -> None:
     verdicts = verdicts_of_a_file(form, tmp_path / "run.yaml")
     assert unexpected(form, verdicts) == {} and set(verdicts) == set(INFO)
@@ -124,7 +125,7 @@ def deepspeed_file(settings: Mapping[str, Any], path: Path) -> str:
     return f"{base} --deepspeed-config {path}"
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("auto", "null")])
+@each("form", [form for form in FORMS if form not in ("auto", "null")])
 def test_deepspeed_configurations(form: str, tmp_path: Path) -> None:
     """Keys have the verdicts of settings; "auto" and null mean other things in these files and are left out."""
     path = tmp_path / "ds.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.pages import Block, block_with, blocks, make_commands, run
 from support.source_tree import ROOT
-from support.warm_python import warm_python
+from support.warm_python import RUNS, TOOLS, warm_python
 
 from megazero.command_line.parse import parse
 from megazero.command_line.processes import split_processes
@@ -97,9 +97,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def succeed(commands: str, place: Path) -> str:
-    """Run commands as the program does, by a python that has imported everything; return their output."""
-    status, output, _ = run(commands, place, warm_python())
+def succeed(commands: str, place: Path, modules: tuple[str, ...] = RUNS) -> str:
+    """Run commands as the program does, by a python that has imported modules; return their output."""
+    status, output, _ = run(commands, place, warm_python(modules))
     assert status == 0, output
     return output
 
@@ -108,9 +108,9 @@ def test_the_tools_of_the_page_of_data_run(place: Path) -> None:
     corpus = "python tools/text_to_jsonl.py --input megazero --output runs/quickstart/corpus.jsonl\n"
     vocabulary = "python tools/train_tokenizer.py --input runs/book.txt --model-type byte-level-bpe --output runs"
     names = "mv runs/vocab.json runs/gpt2-vocab.json; mv runs/merges.txt runs/gpt2-merges.txt"
-    succeed(f"{corpus}{vocabulary} --vocab-size 300\n{names}", place)
+    succeed(f"{corpus}{vocabulary} --vocab-size 300\n{names}", place, TOOLS)
     for text in ("GPT-2's byte-level BPE", "merge_datasets.py"):
-        told = succeed(block_with("docs/data.md", text).text, place)
+        told = succeed(block_with("docs/data.md", text).text, place, TOOLS)
     assert "sample 7" in told and (place / "runs/book_bytes.bin").exists() and (place / "runs/lengths.svg").exists()
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import make_run
+from support.each import each
 
 from megazero.command_line.parse import ParsedRun, from_yaml, parse
 from megazero.config.engine_sections import ActivationConfig
@@ -222,7 +223,7 @@ def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
     assert all("\n" not in notice for notice in notices)
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "given", "rule"),
     [
         ("--swiglu", "--swiglu", "GPT-2"),

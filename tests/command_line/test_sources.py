@@ -1,6 +1,6 @@
 """Tests that a problem names the file, the preset or the spelling that its settings come from."""
 
-import pytest
+from support.each import each
 
 from megazero.command_line.sources import with_sources
 from megazero.errors import Problem
@@ -15,7 +15,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "expected"),
     [
         ("--train-iters 5 and --finetune", ""),

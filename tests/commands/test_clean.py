@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.warm_python import TOOLS, warm_python
 
 TOOL = str(Path(__file__).parents[2] / "tools" / "clean_corpus.py")
 
@@ -29,7 +30,7 @@ def corpus(folder: Path, *texts: str) -> Path:
 def test_a_corpus_is_cleaned(tmp_path: Path) -> None:
     source = corpus(tmp_path, "schÃ¶n und gut", "schön und gut", "kurz", "noch ein Text")
     flags = ["--json-key", "body", "--fix-text", "--min-characters", "5", "--deduplicate", "exact"]
-    command = [sys.executable, TOOL, "--input", str(source), *flags, "--output", str(tmp_path / "out.jsonl")]
+    command = [warm_python(TOOLS), TOOL, "--input", str(source), *flags, "--output", str(tmp_path / "out.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -1,13 +1,13 @@
 """Tests of the inspection tool as a user starts it."""
 
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import write_corpus
+from support.warm_python import TOOLS, warm_python
 
 from megazero.commands.inspect import main
 from megazero.config.run import TrainingConfig
@@ -18,7 +18,7 @@ TEXT = "one\ttwo\r\nthree\x0c \u00fc " + "x" * 300
 
 
 def run(*words: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(TOOL), *map(str, words)]
+    command = [warm_python(TOOLS), str(TOOL), *map(str, words)]
     return subprocess.run(command, capture_output=True, timeout=60, check=False, text=True)
 
 
@@ -61,7 +61,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     prefix, picture = texts(tmp_path / "c", "first", TEXT, "last"), tmp_path / "lengths.svg"
     sample = ("--sample", 2, "--seq-length", 8, "--split", "1", "--seed", 5)
     views = ("--lengths", "--picture", picture, "--verify", "--document", 1, "--compare", prefix)
-    command = [sys.executable, str(TOOL), prefix, "--tokenizer-type", "ByteTokenizer", *map(str, (*sample, *views))]
+    command = [warm_python(TOOLS), str(TOOL), prefix, "--tokenizer-type", "ByteTokenizer", *map(str, (*sample, *views))]
     done = subprocess.run(command, capture_output=True, timeout=60, check=True)
     told = done.stdout.decode()
     size = len(TEXT.encode()) + 1

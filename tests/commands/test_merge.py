@@ -1,10 +1,10 @@
 """Tests of the merging tool as a user starts it; tests/prepare/tokens/test_merge.py tests the files it makes."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 from support.token_files import index_bytes, token_bytes, write_corpus
+from support.warm_python import TOOLS, warm_python
 
 TOOL = Path(__file__).parents[2] / "tools" / "merge_datasets.py"
 
@@ -13,7 +13,7 @@ def run(*words: object, limit: int | None = None) -> "subprocess.CompletedProces
     """Run the tool; `limit` is the largest size of a file in bytes, which simulates a full disk."""
     program = f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
     program += "sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
-    start = [sys.executable, "-c", program] if limit else [sys.executable]
+    start = [warm_python(TOOLS), *(["-c", program] if limit else [])]
     command = [*start, str(TOOL), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 

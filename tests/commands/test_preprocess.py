@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm_python import TOOLS, warm_python
 
-TOOLS = Path(__file__).parents[2] / "tools"
+FOLDER = Path(__file__).parents[2] / "tools"
 
 
 def run(tool: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(TOOLS / tool), *map(str, arguments)]
+    command = [warm_python(TOOLS), str(FOLDER / tool), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -66,9 +67,10 @@ def test_text_and_corpora_in_object_stores_are_refused_at_once() -> None:
     assert "--output-prefix s3://b/c\n" in done.stderr and not Path("s3:").exists()
 
 
-def command(folder: Path, *flags: object) -> list[str]:
-    """Return the command that preprocesses `folder`/a.txt in many partitions."""
-    words: list[object] = [sys.executable, TOOLS / "preprocess_data.py", "--input", folder / "a.txt", "--append-eod"]
+def command(folder: Path, *flags: object, python: str | None = None) -> list[str]:
+    """Return the command that preprocesses `folder`/a.txt in many partitions; python: None for one with its imports."""
+    words: list[object] = [python or warm_python(TOOLS), FOLDER / "preprocess_data.py"]
+    words += ["--input", folder / "a.txt", "--append-eod"]
     words += ["--output-prefix", folder / "out" / "c", "--tokenizer-type", "ByteTokenizer", "--partitions", 16]
     return [str(word) for word in (*words, *flags)]
 
@@ -96,7 +98,7 @@ def finished(folder: Path, number: int, process: "subprocess.Popen[str]") -> boo
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a text and what a run that nothing interrupts makes of it."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    write_text(folder, 16)
+    write_text(folder, 8)
     subprocess.run(command(folder), capture_output=True, check=True, timeout=120)
     return folder
 
@@ -108,8 +110,8 @@ def test_an_interruption_is_told_in_a_word_and_can_be_gone_on_from(
     """Ctrl-C, which reaches the workers too, a signal to one process, and a kill end a run; it can be resumed."""
     (tmp_path / "a.txt").symlink_to(undisturbed / "a.txt")
     with subprocess.Popen(
-        command(tmp_path, "--workers", 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        command(tmp_path, "--workers", 2, python=sys.executable),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         assert finished(tmp_path, 2, process)
         os.killpg(process.pid, kind) if kind == signal.SIGINT else process.send_signal(kind)
@@ -135,11 +137,13 @@ def test_a_full_disk_is_told_and_leaves_no_trace(tmp_path: Path, limit: int) -> 
     """A limit on file sizes simulates a disk that is full before the first partition, or after some."""
     write_text(tmp_path, 6)
     program = (
-        "import os, resource, sys\n"
+        "import resource, runpy, sys\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        "os.execv(sys.argv[1], sys.argv[1:])"
+        "sys.argv.pop(0)\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    limited = [sys.executable, "-c", program, *command(tmp_path)]
+    python, *words = command(tmp_path)
+    limited = [python, "-c", program, *words]
     done = subprocess.run(limited, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     assert "c_text_document.bin" in done.stderr and "must be writable: File too large" in done.stderr

@@ -1,13 +1,13 @@
 """Tests of what `megazero pretrain` answers without training: --print-config, --check, --version, --help."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support import broken_files
 from support.launch import SMALL_RUN, command_line, run_here, set_launcher
 from support.source_tree import ROOT
+from support.warm_python import TOOLS, warm_python
 
 import megazero
 from megazero.command_line.parse import parse
@@ -98,7 +98,11 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
 
 def test_bash_completes_commands_flags_and_values() -> None:
     script = subprocess.run(
-        [sys.executable, "-m", "megazero", "completion", "bash"], cwd=ROOT, capture_output=True, text=True, check=True
+        [warm_python(TOOLS), "-m", "megazero", "completion", "bash"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     lines = {
         "megazero pretr": ["pretrain"],

@@ -3,8 +3,9 @@
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
+
+from support.warm_python import TOOLS, warm_python
 
 from megazero.checkpoint.runs import RunIdentity, write_run
 from megazero.report.metrics import Evaluation
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "tools" / "summarize_run.py", *arguments]
+    command = [warm_python(TOOLS), ROOT / "tools" / "summarize_run.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 

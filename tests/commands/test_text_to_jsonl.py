@@ -3,15 +3,16 @@
 import gzip
 import json
 import subprocess
-import sys
 from pathlib import Path
+
+from support.warm_python import TOOLS, warm_python
 
 TOOL = str(Path(__file__).parents[2] / "tools" / "text_to_jsonl.py")
 
 
 def test_a_file_is_cut_at_separators(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\n\ntwo\nlines\n\n\n\n")
-    command = [sys.executable, TOOL, "--input", str(tmp_path / "a.txt"), "--separator", r"\n\n\n"]
+    command = [warm_python(TOOLS), TOOL, "--input", str(tmp_path / "a.txt"), "--separator", r"\n\n\n"]
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "o.jsonl.gz")], capture_output=True, text=True, timeout=60
     )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.warm_python import TOOLS, warm_python
 
 from megazero.data.tokenizers import TokenizerSpec, load_tokenizer
 
@@ -32,7 +33,7 @@ def start(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 def test_gpt2s_files_are_the_same_every_time(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--model-type", "byte-level-bpe", "--vocab-size", "400", "--input"]
-    command = [sys.executable, TOOL, *flags, "-", "--output", str(tmp_path / "a")]
+    command = [warm_python(TOOLS), TOOL, *flags, "-", "--output", str(tmp_path / "a")]
     with open(source) as stream:
         done = subprocess.run(command, stdin=stream, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

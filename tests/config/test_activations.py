@@ -2,6 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
+from support.each import each
 
 from megazero.config.engine_sections import ActivationConfig
 from megazero.config.fields import describe
@@ -33,7 +34,7 @@ def test_other_names() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("recompute_granularity", "half"),

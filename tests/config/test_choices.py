@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 
 from megazero.config.choices import OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
 from megazero.config.optimizers import OPTIMIZERS
@@ -28,7 +29,7 @@ def only(findings: Diagnostics) -> Problem:
     return findings.problems[0]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("name", OPTIMIZERS)
 def test_a_choice_makes_a_torch_optimizer(name: str) -> None:
     choice, findings = optimizer(name.upper(), lr=0.125)
     assert findings == Diagnostics() and choice.type == name
@@ -52,7 +53,7 @@ def test_what_chooses_an_implementation_earns_a_notice() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "params", "given", "rule", "legal"),
     [
         ("Lamb", {}, 'optimizer.type: "Lamb"', "flat slices", "AdamW, Adam, SGD"),
@@ -98,7 +99,7 @@ def test_parameters_of_a_schedule_are_complete() -> None:
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@each("name", SCHEDULES)
 def test_a_choice_makes_a_schedule(name: str) -> None:
     length = {key: 2000 for key in ("total_num_steps", "lr_decay_iters") if key in SCHEDULES[name]}
     warmup = {"lr_warmup_iters": 1000} if "lr_warmup_iters" in SCHEDULES[name] else {}
@@ -121,7 +122,7 @@ def test_an_automatic_peak_is_the_optimizers_rate() -> None:
     assert choice is not None and choice.params["warmup_max_lr"] == 0.25 and choice.params["warmup_num_steps"] == 1000
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "params", "given", "rule"),
     [
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "scheduler.params.lr_range_test_step_size: 0", "at least 1"),

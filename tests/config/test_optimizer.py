@@ -2,6 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
+from support.each import each
 
 from megazero.config.engine_sections import OptimizerConfig
 
@@ -13,7 +14,7 @@ def test_defaults_are_megatrons() -> None:
     assert (optimizer.lr_decay_style, optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == ("linear", 0, None)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("lr", 0),

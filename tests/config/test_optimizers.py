@@ -2,15 +2,15 @@
 
 import inspect
 
-import pytest
 import torch
+from support.each import each
 
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.fields import describe
 from megazero.config.optimizers import IMPLEMENTATION, OPTIMIZERS, REFUSED_OPTIMIZERS, RUN_NAMES, run_settings
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("name", OPTIMIZERS)
 def test_arguments_and_defaults_are_torchs(name: str) -> None:
     arguments = inspect.signature(getattr(torch.optim, name)).parameters
     ours = {"lr": OPTIMIZERS[name].lr} | {key: info.default for key, info in OPTIMIZERS[name].params.items()}

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.each import each
 
 from megazero.comm.local import LocalCommunicator
 from megazero.config import derived
@@ -67,7 +68,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_a_preset_has_the_published_shape_and_as_many_parameters_as_are_built(name: str) -> None:
     row = dict(PRESETS[name])
     layers, hidden, heads, expected = MODELS[name]

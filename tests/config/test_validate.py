@@ -2,6 +2,7 @@
 
 import pytest
 from support.configs import SMALL
+from support.each import each
 
 from megazero.config.validate import INFO, Outcome, Unknown, build, parse_value, validate
 from megazero.config.values import ParsedValue, RawValue
@@ -33,7 +34,7 @@ def test_all_findings_come_together_in_the_order_of_help() -> None:
     assert [item.given.split()[0] for item in found] == ["--num-layers", "--lr", "--precision", "--zero-stage"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "rule", "legal"),
     [
         ({"num_layers": "0"}, "a whole number, at least 1", "--num-layers 1"),

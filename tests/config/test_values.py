@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.each import each
 
 from megazero.config.values import (
     InvalidValue,
@@ -31,7 +32,7 @@ FOLDER = key("p", "path", "")
 NAMES = key("l", "list", ())
 
 
-@pytest.mark.parametrize(
+@each(
     ("info", "value", "result"),
     [
         (COUNT, 5, 5),
@@ -71,7 +72,7 @@ def test_what_is_legal_gets_the_settings_type_and_keeps_it(info: Any, value: Any
     assert again == found and type(again) is type(found)
 
 
-@pytest.mark.parametrize(
+@each(
     ("info", "value"),
     [
         *((COUNT, value) for value in (0, 10, 1.5, "1.5", True, "", "five", "0x5", None, [1], "٣")),

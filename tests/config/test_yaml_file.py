@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.configs import make_run
+from support.each import each
 
 from megazero.config.yaml_file import read_file, read_nested, read_text, to_yaml
 from megazero.errors import ConfigError
@@ -25,7 +26,7 @@ def test_an_empty_file_says_nothing() -> None:
     assert read_text("# nothing yet\n", origin="x") == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("lr: 1\nlr: 2\n", "the key lr stands twice (line 2)"),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.each import each
 from support.token_files import count_up, write_corpus
 
 from megazero.data.indexed_dataset import IndexedDataset
@@ -27,8 +28,8 @@ def megatron_ranges(text: str, count: int) -> list[tuple[int, int]]:
     return [(round(a * count), round(b * count)) for a, b in pairwise(bounds)]
 
 
-@pytest.mark.parametrize("text", ["969,30,1", "0.9,0.05,0.05", "1", "100,0,0", "98,2", "1,1,1", " 8 , 1 , 1 "])
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 190, 731, 12345])
+@each("text", ["969,30,1", "0.9,0.05,0.05", "1", "100,0,0", "98,2", "1,1,1", " 8 , 1 , 1 "])
+@each("count", [1, 2, 3, 10, 190, 731, 12345])
 def test_split_is_megatrons(text: str, count: int) -> None:
     ranges = [(part.start, part.stop) for part in split_sequences(count, parse_split(text))]
     wanted = megatron_ranges(text, count)
@@ -64,7 +65,7 @@ def test_what_the_configuration_takes_for_a_split_is_one(text: str) -> None:
     assert tuple(parse_split(text)) == split_shares(text)
 
 
-@pytest.mark.parametrize("text", ["", "a", "1,2,3,4", "1,,2", "-1,2", "nan", "inf,1", "0,0,0", "9 1"])
+@each("text", ["", "a", "1,2,3,4", "1,,2", "-1,2", "nan", "inf,1", "0,0,0", "9 1"])
 def test_bad_splits(text: str) -> None:
     with pytest.raises(DataError, match="--split"):
         parse_split(text)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 from support.configs import SMALL
+from support.each import each
 
 from megazero.command_line.names import all_names, spellings
 from megazero.command_line.parse import parse
@@ -140,7 +141,7 @@ def test_flags_of_inner_workings_earn_a_notice_each() -> None:
     assert "--pipeline-schedule zero-bubble" in notice
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "told"),
     [
         ("--expert-tensor-parallel-size 2", "legal: --expert-tensor-parallel-size 1"),
@@ -175,7 +176,7 @@ def test_what_is_legal_instead_is_a_setting() -> None:
         assert INSTEAD[name].startswith("--pipeline-split")
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "format"),
     [
         ("--fp8-format hybrid", "hybrid"),
@@ -269,7 +270,7 @@ def test_few_published_flags_of_a_gpt2_are_refused() -> None:
     assert uses > 2500 and {row.flag.removeprefix("--").replace("_", "-") for row in counted} <= {*all_names()}
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "legal"),
     [
         ("--kv-channels 16", "--num-attention-heads 2, --hidden-size 64"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from pydantic import ValidationError
+from support.each import each
 
 from megazero.config.engine_sections import ActivationConfig, LimitConfig, PrecisionConfig, ZeroConfig
 from megazero.errors import ConfigError, Problem
@@ -194,7 +195,7 @@ def test_it_is_frozen_and_strict() -> None:
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "given", "rule", "legal"),
     [
         ({"zero": {}, "zero_optimization": {}}, "config: zero beside zero_optimization", "one form", "DeepSpeed"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.each import each
 from support.raw_values import FORMS, NOT_FINITE, REFUSED, expected, same
 
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
@@ -70,8 +71,8 @@ def unexpected(form: str, verdicts: dict[str, tuple[FieldInfo, Any]]) -> dict[st
     }
 
 
-@pytest.mark.parametrize("door", [from_mapping, from_json, from_yaml_file])
-@pytest.mark.parametrize("form", FORMS)
+@each("door", [from_mapping, from_json, from_yaml_file])
+@each("form", FORMS)
 def test_megazeros_own_sections(form: str, door: Callable[[Any, Path], Any], tmp_path: Path) -> None:
     verdicts = {
         name: (info, verdict(door(own(section, name, FORMS[form]), tmp_path), section, info, f"{section}.{name}"))
@@ -99,7 +100,7 @@ def foreign(key: str, value: Any) -> dict[str, Any]:
     return {section: {**beside.get(section, {}), name: value}}
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("auto", "null")])
+@each("form", [form for form in FORMS if form not in ("auto", "null")])
 def test_deepspeeds_keys(form: str) -> None:
     verdicts = {
         key: (SETTINGS[setting], verdict(foreign(key, FORMS[form]), setting[0], SETTINGS[setting], key))

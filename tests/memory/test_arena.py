@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,8 +25,8 @@ def take(arena: Arena, numel: int, dtype: torch.dtype = torch.uint8, *, movable:
     return block
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [0, 1, 7])
+@each("dtype", DTYPES)
+@each("numel", [0, 1, 7])
 def test_a_block_is_a_dense_tensor_of_the_size_asked_for(dtype: torch.dtype, numel: int) -> None:
     arena = arena_of(1024)
     take(arena, 3)
@@ -107,8 +108,8 @@ def test_a_tensor_moves_and_stays_the_same_object() -> None:
 
 
 # Sizes and distances of moves, in bytes, longer than, shorter than and equal to the staging piece and to each other.
-@pytest.mark.parametrize("distance", [1, 3, 512])
-@pytest.mark.parametrize("nbytes", [1, 2, 511, 512, 513, 3000, 9 << 20])
+@each("distance", [1, 3, 512])
+@each("nbytes", [1, 2, 511, 512, 513, 3000, 9 << 20])
 def test_overlapping_moves_keep_every_byte(distance: int, nbytes: int) -> None:
     arena = arena_of(nbytes + 2 * distance, alignment=1)
     hole, block = take(arena, distance), take(arena, nbytes)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 from support.warm_python import warm_python
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,8 +36,8 @@ def bits(tensor: Tensor) -> list[int]:
     return tensor.contiguous().view(-1).view(torch.uint8).tolist() if tensor.numel() else []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1, 13, 2), (0, 4)])
+@each("dtype", DTYPES)
+@each("shape", [(), (1,), (7,), (3, 5), (1, 13, 2), (0, 4)])
 def test_every_bit_comes_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     x = random_bytes(shape, dtype)

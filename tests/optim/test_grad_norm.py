@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 from torch import Tensor
 
 from megazero.memory.fused_buffers import FusedBuffers
@@ -72,8 +73,8 @@ def test_what_is_not_finite_shows_in_its_own_norm_only(dtype: torch.dtype) -> No
     assert norms[:2] == [2.0, math.inf] and math.isnan(norms[2]) and norms[3] == math.inf
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1.0, 1e3])
-@pytest.mark.parametrize("scale", [1e-8, 0.1, 1.0, 50.0])
+@each("max_norm", [0.5, 1.0, 1e3])
+@each("scale", [1e-8, 0.1, 1.0, 50.0])
 def test_clipping_equals_torchs(max_norm: float, scale: float) -> None:
     parameters = [torch.zeros(numel, dtype=torch.float64, requires_grad=True) for numel in (3, 50)]
     for number, parameter in enumerate(parameters):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 from torch import nn
 
 from megazero.config.choices import SchedulerChoice
@@ -101,7 +102,7 @@ WARMUP_TABLES: dict[str, tuple[SchedulerChoice, list[float]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WARMUP_TABLES)
+@each("name", WARMUP_TABLES)
 def test_tables_of_deepspeeds_schedules(name: str) -> None:
     schedule, expected = WARMUP_TABLES[name]
     found = [rate_of(schedule, updates, BASE) for updates in range(len(expected))]
@@ -290,7 +291,7 @@ def schedule(**changes: Any) -> LearningRate:
     return LearningRate(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("name", TABLES)
+@each("name", TABLES)
 def test_tables_of_a_runs_schedules(name: str) -> None:
     fields, expected = TABLES[name]
     rate = schedule(**fields)
@@ -372,11 +373,9 @@ TOKENS = 16  # of a sample
 RAMP = StepSizes((0, 10, 40), (2, 4, 6))
 
 
-@pytest.mark.parametrize("sizes", [RAMP, StepSizes.constant(4)], ids=["ramp", "constant"])
-@pytest.mark.parametrize(
-    "style", ["linear", "cosine", "constant", "inverse-square-root", *(f"WSD {how}" for how in WSD_STYLES)]
-)
-@pytest.mark.parametrize(
+@each("sizes", [RAMP, StepSizes.constant(4)], ids=["ramp", "constant"])
+@each("style", ["linear", "cosine", "constant", "inverse-square-root", *(f"WSD {how}" for how in WSD_STYLES)])
+@each(
     ("settings", "warmup", "decay"),
     [
         ({}, 0, 120),

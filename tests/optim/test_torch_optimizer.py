@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.optimizers import (
     CountsInGroup,
     CountsInItself,
@@ -295,8 +296,8 @@ def test_state_keeps_its_own_dtype() -> None:
     flat, other = (FlatModel.of(lambda parameters: Lion(parameters, 0.1, kept_in=torch.bfloat16)) for _ in range(2))
     flat.step(0)
     other.optimizer.set_state(1, flat.optimizer.state_of(1))
-    for each in (flat, other):
-        assert each.optimizer.state_of(1).tensors["average"].dtype == torch.bfloat16
+    for either in (flat, other):
+        assert either.optimizer.state_of(1).tensors["average"].dtype == torch.bfloat16
 
 
 def test_numbers_of_a_group_are_state() -> None:
@@ -323,7 +324,7 @@ REFUSED: dict[str, tuple[type[Optimizer], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_refused_with_what_was_seen(name: str) -> None:
     kind, options, seen = REFUSED[name]
     template = kind([nn.Parameter(torch.ones(3, 4))], **options)

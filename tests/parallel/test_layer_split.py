@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from support.each import each
 
 from megazero.parallel.layer_split import Chunk, Costs, balanced_split, chunks_of, cut, model_costs, whole_model
 
@@ -37,7 +38,7 @@ def test_costs_of_a_small_model() -> None:
     assert model_costs(hidden=4, ffn=12, seq=10, padded_vocab=7) == Costs(matrices + 2 * 5 * 4, 8, 28)
 
 
-@pytest.mark.parametrize(
+@each(
     ("layers", "chunks", "costs", "split"),
     [
         (12, 1, Costs(1, 1, 5), (12,)),
@@ -80,9 +81,9 @@ def chunk_costs(split: tuple[int, ...], costs: Costs) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("embedding", [0, 1, 3, 7])
-@pytest.mark.parametrize("head", [0, 2, 3, 6, 20])
+@each("num_chunks", [1, 2, 3, 4, 5])
+@each("embedding", [0, 1, 3, 7])
+@each("head", [0, 2, 3, 6, 20])
 def test_against_every_split(num_chunks: int, embedding: int, head: int) -> None:
     for num_layers, layer in itertools.product(range(max(num_chunks - 2, 0), 8), (1, 3, 4)):
         costs = Costs(layer, embedding, head)

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 
 from megazero.parallel.topology import AXES, ENDS, WORLD, Topology, parse_order
 
@@ -10,7 +11,7 @@ orders = st.permutations(AXES).map(tuple)
 topologies = st.builds(Topology, tp=st.integers(1, 6), dp=st.integers(1, 6), pp=st.integers(1, 4), order=orders)
 
 
-@pytest.mark.parametrize(
+@each(
     ("topology", "axis", "groups"),
     [
         (Topology(tp=2, dp=2), "tp", ((0, 1), (2, 3))),

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import pytest
+from support.each import each
 
 from megazero.comm.mesh import channel_key
 from megazero.pipeline.exchange import Route, routes
@@ -107,8 +107,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("plan", CASES, ids=lambda plan: f"{plan.schedule} {plan.num_stages} {plan.num_chunks}")
+@each("trains", [True, False])
+@each("plan", CASES, ids=lambda plan: f"{plan.schedule} {plan.num_stages} {plan.num_chunks}")
 def test_nothing_hangs(plan: StagePlan, trains: bool) -> None:
     step = plan.num_stages if plan.schedule == "interleaved" else 1
     for number in range(step, 2 * plan.num_stages + 1, step):

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from support.each import each
 from support.schedule_drawings import computations, draw, parse, parse_stages, shapes_of
 from support.valid_schedules import validate
 
@@ -99,7 +100,7 @@ def is_user(computation: Action, receive: Action) -> bool:
     return computation.kind in ((Kind.FORWARD,) if is_forward else (Kind.BACKWARD, Kind.INPUT_GRADIENT))
 
 
-@pytest.mark.parametrize(
+@each(
     ("drawing", "text"),
     [
         ("stage 0 F0 F1 B0\nstage 1 F0 F1 B0 B1", "rb left out or too much.*\\(1, 0\\)"),
@@ -123,7 +124,7 @@ def test_wrong_computations_are_found(drawing: str, text: str) -> None:
         validate(with_exchanges_everywhere(drawing, shape), shape)
 
 
-@pytest.mark.parametrize(
+@each(
     ("drawing", "text"),
     [
         ("stage 0 F0 rb0 B0\nstage 1 rf0 F0 B0 sb0", "wait for ever: stage 0 at B0, stage 1 at F0"),

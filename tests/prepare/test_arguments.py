@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+from support.each import each
 
 from megazero.command_line.tools import Flags
 from megazero.data.tokenizers import TokenizerSpec
@@ -46,7 +47,7 @@ def test_everything_said() -> None:
     assert rules(*words) == DocumentRules(("q", "a"), "lines", None, "replace", "text")
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "separator"),
     [
         (r"\n\n", "\n\n"),

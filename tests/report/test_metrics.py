@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.each import each
 from support.step_metrics import make_step
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,7 +46,7 @@ def test_flops_per_token_are_what_torch_counts() -> None:
     assert counter.get_total_flops() == seq * flops_per_token(config, vocab_size=vocab)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "peak"),
     [
         ("NVIDIA H200", 989.0),

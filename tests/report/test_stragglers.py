@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 
 from megazero.report.stragglers import STEPS, Change, OwnTime, Standing, StragglerReport, judge, medians
@@ -32,8 +33,8 @@ def told(table: Table, cuts: tuple[int, ...] = (), peers: list[list[int]] | None
     return [(step, rank, standing.describe("its data", "the others' time")) for step, rank, standing in found]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("cuts", [(), (7, 19), (20,)], ids=str)
+@each("ranks", [2, 3, 4])
+@each("cuts", [(), (7, 19), (20,)], ids=str)
 def test_named_once_and_again_when_recovered(cuts: tuple[int, ...], ranks: int) -> None:
     table = alone_slow(SLOW, 50, ranks) + alone_slow(USUAL, 50, ranks)
     slow, recovered = told(table, cuts)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.configs import make_run
+from support.each import each
 
 from megazero.rules.files import span_of_samples, split_shares
 from megazero.rules.run import check
@@ -18,7 +19,7 @@ def given(**settings: Any) -> list[str]:
     return [problem.given for problem in check(make_run(**settings), 1)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "expected"),
     [
         ({"data_path": ["corpus"]}, ["--mock-data and --data-path corpus"]),
@@ -122,7 +123,7 @@ def test_places_for_reports_can_be_written(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("split", "shares"),
     [
         ("969,30,1", (0.969, 0.03, 0.001)),

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 
-import pytest
+from support.each import each
 from support.source_tree import PROGRAMS, Source, imports, sources
 
 # Top to bottom; a module imports from lines above its own, and from its own package.
@@ -88,7 +88,7 @@ def test_imports_go_upwards() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("importer", "imported", "legal"),
     [
         ("zero", "config", True),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from support.configs import SMALL, make_run
+from support.each import each
 
 from megazero.command_line.parse import ParsedRun, parse
 from megazero.config.presets import ZERO_CONFIGS
@@ -331,7 +332,7 @@ def name_of(case: Case) -> str:
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@each("case", CASES, ids=name_of)
 def test_a_moot_flag_is_told_and_an_effective_one_is_not(case: Case) -> None:
     moot, works = {**case.moot, case.setting: case.value}, {**case.works, case.setting: case.value}
     (flag, *_) = words({case.setting: case.value})
@@ -345,7 +346,7 @@ def test_a_moot_flag_is_told_and_an_effective_one_is_not(case: Case) -> None:
     assert run(works, "--strict").notices == ()
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@each("case", CASES, ids=name_of)
 def test_the_remedy_is_one(case: Case) -> None:
     """Each remedy that a message names removes the problem; any path serves for a folder or file that it names."""
     with pytest.raises(ConfigError) as caught:
@@ -361,7 +362,7 @@ def test_the_remedy_is_one(case: Case) -> None:
             assert problem not in error.problems
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@each("case", CASES, ids=name_of)
 def test_a_file_of_megazeros_own_has_no_moot_setting(case: Case, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         from_file(tmp_path, {**case.moot, case.setting: case.value})
@@ -523,7 +524,7 @@ LIBRARY_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", LIBRARY_CASES, ids=name_of)
+@each("case", LIBRARY_CASES, ids=name_of)
 def test_the_library_tells_the_same(case: Case) -> None:
     info = INFO[case.setting]
     content = mapping({"zero_stage": 1, **case.moot, case.setting: case.value})
@@ -565,7 +566,7 @@ def test_what_a_model_decides_for_itself() -> None:
 CYCLE: Settings = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
 
 
-@pytest.mark.parametrize(
+@each(
     ("optimizer", "scheduler", "given"),
     [
         ({"lr": 0.5}, {"type": "WarmupLR"}, "config: optimizer.lr: 0.5"),

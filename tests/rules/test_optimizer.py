@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import make_run
+from support.each import each
 
 from megazero.config.choices import OptimizerChoice
 from megazero.config.engine_sections import OptimizerConfig
@@ -19,7 +20,7 @@ def of_run(**settings: Any) -> OptimizerChoice:
     return optimizer_choice(OptimizerConfig(lr=0.125, **settings))
 
 
-@pytest.mark.parametrize("name", RUN_NAMES)
+@each("name", RUN_NAMES)
 def test_settings_of_a_run_are_parameters(name: str) -> None:
     choice = of_run(optimizer=name)
     assert (choice.type, choice.lr) == (RUN_NAMES[name], 0.125)

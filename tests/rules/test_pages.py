@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
+from support.each import each
 from support.source_tree import ROOT
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -23,9 +23,7 @@ def test_readme_is_short_and_lists_every_page() -> None:
     assert [page.name for page in PAGES if f"](docs/{page.name})" not in readme] == []
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"))], ids=str
-)
+@each("page", [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"))], ids=str)
 def test_links_lead_somewhere(page: Path) -> None:
     lost = []
     for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import SMALL, make_run
+from support.each import each
 
 from megazero.config.derived import given_split
 from megazero.config.validate import validate
@@ -25,7 +26,7 @@ def only(world_size: int = 2, **settings: Any) -> Problem:
     return found[0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("world_size", "settings"),
     [
         (2, TWO),
@@ -163,7 +164,7 @@ def test_inner_stages_have_layers() -> None:
     assert check(make_run(**{**layout, "pipeline_model_parallel_size": 4}), 8) == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("layout", "split", "found", "count", "legal"),
     [
         ({}, "6,5", "6,5 (2 chunks, 11 layers)", "2 whole numbers", "6,6"),

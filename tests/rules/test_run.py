@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.configs import SMALL, make_run
+from support.each import each
 
 from megazero.command_line.parse import parse
 from megazero.config.validate import validate
@@ -28,7 +28,7 @@ def test_a_valid_run_has_no_problem() -> None:
     assert check(big, 32) == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("world_size", "settings", "given", "legal"),
     [
         (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.source_tree import ROOT
+from support.warm_python import TOOLS, warm_python
 
 JOB = ROOT / "scripts" / "slurm" / "preprocess.sbatch"
 TASK = {"SLURM_JOB_ID": "100", "SLURM_ARRAY_JOB_ID": "99", "SLURM_ARRAY_TASK_ID": "7", "SLURM_CPUS_PER_TASK": "3"}
@@ -80,9 +81,15 @@ def test_the_commands_of_its_head_make_one_corpus(tmp_path: Path, surroundings: 
     assert shown.count("sbatch") == 3 and "--array=0-31" in shown and '--dependency="afterok:$job"' in shown
     script = re.sub("--array=0-31", "--array=4-6", shown).replace("--cpus-per-task=16", "--cpus-per-task=1")
     script = script.replace("runs/book.txt", str(book)).replace("runs/", f"{output}/")
-    script = script.replace(".venv/bin/python", sys.executable)
+    script = script.replace(".venv/bin/python", warm_python(TOOLS))
     done = subprocess.run(
-        ["bash", "-ec", script], env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-ec", script],
+        env={**surroundings, "PYTHON": warm_python(TOOLS)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     array, wrapped = told(tmp_path, "sbatch")
@@ -90,7 +97,7 @@ def test_the_commands_of_its_head_make_one_corpus(tmp_path: Path, surroundings: 
     assert "task 4 of job 99, start 1" in done.stderr
     assert all((output / f"book_shard_{n:05d}_of_00003_text_document.bin").stat().st_size for n in range(3))
     whole = [
-        sys.executable,
+        warm_python(TOOLS),
         "tools/preprocess_data.py",
         "--input",
         str(book),

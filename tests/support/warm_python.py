@@ -11,6 +11,8 @@ the program from its first line, as `__main__`, with these; a program's own `sys
 Signals are passed on to that process, and its exit status comes back.  When the executable itself is killed, that
 process is killed too.
 
+`warm_python(TOOLS)` has imported what tools take that prepare text, and no torch; its fork server is there at once.
+
 What differs from a start of its own: the process is no child of the one that started it, so it is not found under /proc
 by its parent, environment or name; SIGSTOP does not reach it; the seed of `hash` is the server's; and modules have been
 imported from this tree.  A program started with options of python other than -u, -c and -m gets a python of its own.
@@ -23,6 +25,7 @@ import fcntl
 import gc
 import importlib
 import marshal
+import multiprocessing
 import os
 import runpy
 import selectors
@@ -38,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = [
+RUNS = (
     "torch",
     "torch.distributed.run",
     "torch._dynamo",
@@ -47,7 +50,12 @@ PRELOADED = [
     "megazero.generate.session",
     "tokenizers",
     "tensorboard.compat.proto.summary_pb2",
-]
+)
+TOOLS = (
+    "sentencepiece",
+    *(f"megazero.commands.{name}" for name in ("preprocess", "inspect", "merge", "text_to_jsonl", "train_tokenizer")),
+    *(f"megazero.commands.{name}" for name in ("clean", "summarize", "completion")),
+)
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 FREE_NUMBERS = 512  # files are moved to numbers from here on, to be out of the way of those that a process asks for
 
@@ -105,14 +113,17 @@ class _Started(NamedTuple):
     client: socket.socket
 
 
-_servers: list[tuple["subprocess.Popen[bytes]", tempfile.TemporaryDirectory[str]]] = []
+_servers: dict[tuple[str, ...], tuple["subprocess.Popen[bytes]", tempfile.TemporaryDirectory[str]]] = {}
 
 
-def warm_python() -> str:
-    """Return the path of the executable; the first call starts the fork server, which ends with this process."""
+def warm_python(modules: tuple[str, ...] = RUNS) -> str:
+    """Return the path of the executable; the first call starts the fork server, which ends with this process.
+
+    modules: what it has imported, RUNS or TOOLS.
+    """
     if not hasattr(os, "pidfd_open") or len(sys.executable) > 100 or " " in sys.executable:
         return sys.executable  # this is not Linux, or the path cannot stand in a script's first line
-    if not _servers:
+    if modules not in _servers:
         folder = tempfile.TemporaryDirectory(prefix="warm_")
         address = f"{folder.name}/socket"
         executable = Path(folder.name, "python")
@@ -123,20 +134,21 @@ def warm_python() -> str:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(address)
         listener.listen(64)
-        words = [sys.executable, __file__, str(listener.fileno()), str(executable)]
+        words = [sys.executable, __file__, str(listener.fileno()), str(executable), ",".join(modules)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with listener:
             server = subprocess.Popen(
                 words, env=environment, pass_fds=[listener.fileno()], start_new_session=True, stdin=subprocess.DEVNULL
             )
-        _servers.append((server, folder))
-        atexit.register(_end)
-    return str(Path(_servers[0][1].name, "python"))
+        if not _servers:
+            atexit.register(_end)
+        _servers[modules] = server, folder
+    return str(Path(_servers[modules][1].name, "python"))
 
 
 def _end() -> None:
-    """End the fork server, and with it the processes that it has forked."""
-    for server, folder in _servers:
+    """End the fork servers, and with them the processes that they have forked."""
+    for server, folder in _servers.values():
         server.terminate()
         server.wait()
         folder.cleanup()
@@ -218,14 +230,16 @@ def _enter(request: _Request, files: list[int], client: socket.socket, owner: in
     for number in request.ignored:
         signal.signal(number, signal.SIG_IGN)
     sys.executable = executable
+    if "multiprocessing.spawn" in sys.modules:  # it has kept the server's
+        multiprocessing.set_executable(executable)
     sys.orig_argv[:] = [executable, *request.words]
     if request.is_unbuffered:
         for stream in (sys.stdout, sys.stderr):
             assert hasattr(stream, "reconfigure")
             stream.reconfigure(write_through=True)
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
-    torch = sys.modules["torch"]
-    if torch.get_num_threads() != threads:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 
 
@@ -293,7 +307,7 @@ def _main() -> None:
     listener, executable = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     own = {str(Path(__file__).parent), str(ROOT)}
     search_path = [path for path in sys.path if path not in own]
-    for name in PRELOADED:
+    for name in sys.argv[3].split(","):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from support.thread_world import run_threads
 from torch import Tensor
@@ -85,9 +86,9 @@ def test_losses_and_gradients_are_those_of_torch(kind: str, dtype: torch.dtype, 
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("kind", ["in place", "fused, plain"])
-@pytest.mark.parametrize("real", [REAL, 12, 5, 3])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@each("kind", ["in place", "fused, plain"])
+@each("real", [REAL, 12, 5, 3])
+@each("size", [1, 2, 3])
 def test_any_rank_may_hold_the_peak_or_only_padding(size: int, real: int, kind: str) -> None:
     """Totals for the peak of a rank's own columns are those of the whole, also if that rank has padding alone."""
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from support.thread_world import run_threads
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class Found(NamedTuple):
     grad_weight: Tensor
 
 
-@pytest.mark.parametrize(
+@each(
     ("num_rows", "most", "num_parts", "lengths"),
     [
         (65536, 5336, 1, [5120] * 9 + [4864] * 4),  # GPT-2 124M on a GPU: fewest chunks, whole tiles
@@ -129,10 +130,10 @@ def check(results: list[Found], expected: Found, *, rtol: float, atol: float) ->
     assert not whole[num_real:].any(), "padding has no gradient"
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, TOKENS, 1000])
-@pytest.mark.parametrize("vocab_size", VOCABULARIES)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@each("masked", [False, True])
+@each("rows", [1, 3, TOKENS, 1000])
+@each("vocab_size", VOCABULARIES)
+@each("size", [1, 2, 3])
 def test_losses_and_gradients_are_plain_torchs(size: int, vocab_size: int, rows: int, masked: bool) -> None:
     case = draw(vocab_size, masked=masked)
     check(run_threads(size, lambda axis: chunked(case, axis, rows)), plain(case), rtol=1e-12, atol=1e-12)

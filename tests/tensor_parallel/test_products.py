@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.each import each
 from support.linear_products import SHAPES, check_products, check_shapes, operands
 
 from megazero.tensor_parallel.products import TORCH
@@ -9,8 +10,8 @@ from megazero.tensor_parallel.products import TORCH
 ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("dtype", ROUNDING, ids=str)
+@each("shape", SHAPES, ids=str)
 def test_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     for given in operands(shape, dtype):
         check_products(TORCH, given, ROUNDING[dtype])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.irregular_model import Awkward, alone, engine_around, make_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -134,7 +135,7 @@ TOUCHES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", TOUCHES)
+@each("what", TOUCHES)
 def test_reading_or_writing_values_is_noticed(what: str) -> None:
     """A read or write is reported once, and then done on the whole parameter, with the outcome of a plain one."""
     with torch.no_grad():

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-import pytest
 from support.configs import make_run
+from support.each import each
 
 import megazero
 from megazero.zero.plan import DTYPES, Lifetime, Placement, ZeroPlan, model_state_bytes, resolve
@@ -25,9 +25,9 @@ def plan_of(stage: int, precision: str = "bf16", wide: bool = False) -> ZeroPlan
     return resolve(config.zero, config.precision)
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 1024])
+@each("precision", DTYPES)
+@each("wide", [False, True])
+@each("ranks", [1, 2, 4, 1024])
 def test_bytes_follow_the_formulas(precision: str, wide: bool, ranks: int) -> None:
     p, g, k = SIZES[precision, wide]
     numel = 1024 * 48

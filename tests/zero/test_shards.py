@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.each import each
 from support.flat_layout import padded_numel
 from support.irregular_model import Options, make_engine, make_model
 from support.processes import run_ranks
@@ -36,8 +37,8 @@ def make_shards(
     return model, Shards(plan, layout, rank, parameters, gradients_in_arena=arena)
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@each("precision", ["fp64", "fp32", "bf16"])
+@each("stage", [0, 1, 2])
 def test_parameters_keep_their_values_and_become_views(stage: int, precision: str) -> None:
     model, shards = make_shards(stage, precision)
     fresh = make_model(next(model.parameters()).dtype)

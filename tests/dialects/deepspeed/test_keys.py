@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import pytest
+from support.each import each
 
 from megazero.config.engine_sections import ActivationConfig, ZeroConfig
 from megazero.dialects.deepspeed.keys import (
@@ -134,7 +134,7 @@ def test_settings_of_activations_have_their_keys() -> None:
     assert HONOURED["activation_checkpointing.number_checkpoints"].default is None
 
 
-@pytest.mark.parametrize("path", ALIASES)
+@each("path", ALIASES)
 def test_an_alias_names_a_key(path: str) -> None:
     target = ALIASES[path]
     assert target in {*HONOURED, *ACCEPTED, *REFUSED, *SECTIONS} and target not in ALIASES

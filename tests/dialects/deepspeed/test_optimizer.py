@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+from support.each import each
 
 from megazero.config.choices import OptimizerChoice
 from megazero.config.engine_sections import OptimizerConfig
@@ -176,9 +177,9 @@ def documented(kind: str, step: int, *, shape: str, start: float, floor: float) 
     return lr * (floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2)
 
 
-@pytest.mark.parametrize("shape", ["linear", "log", None])
-@pytest.mark.parametrize("start", [0.0, 0.125])
-@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+@each("shape", ["linear", "log", None])
+@each("start", [0.0, 0.125])
+@each("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
 def test_a_runs_schedule_is_the_documented_one(kind: str, start: float, shape: str | None) -> None:
     """The rates of a translated schedule are the documented ones; shape None leaves warmup_type out of the file."""
     params: dict[str, Any] = {"warmup_num_steps": 10} | ({} if shape is None else {"warmup_type": shape})

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.each import each
 
 from megazero.dialects.deepspeed.keys import ACCEPTED, ALIASES, HONOURED, PARAMS, REFUSED, SWITCHED
 from megazero.dialects.deepspeed.reading import ParsedFile, read, read_file
@@ -44,7 +45,7 @@ SAMPLES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", HONOURED)
+@each("path", HONOURED)
 def test_an_honoured_key_is_read_and_checked(path: str) -> None:
     info = HONOURED[path]
     good, bad = SAMPLES[info.kind]
@@ -65,15 +66,15 @@ def test_an_honoured_key_is_read_and_checked(path: str) -> None:
     assert read({}, "ds.json").get(path, "own") == info.default
 
 
-@pytest.mark.parametrize("path", ACCEPTED)
-@pytest.mark.parametrize("value", [True, 17, "text"])
+@each("path", ACCEPTED)
+@each("value", [True, 17, "text"])
 def test_an_accepted_key_earns_one_line(path: str, value: Any) -> None:
     diagnostics = of(path, value).diagnostics
     assert diagnostics.problems == [] and len(diagnostics.notices) == 1
     assert diagnostics.notices[0] == f"ds.json: {path}: accepted, without effect: {ACCEPTED[path]}"
 
 
-@pytest.mark.parametrize("path", REFUSED)
+@each("path", REFUSED)
 def test_a_refused_key_is_fine_when_it_is_off(path: str) -> None:
     for value in (*REFUSED[path].off, None, "auto"):
         assert clean(of(path, value)), value
@@ -83,7 +84,7 @@ def test_a_refused_key_is_fine_when_it_is_off(path: str) -> None:
     assert problem.rule == f"refused: {REFUSED[path].reason}" and problem.legal
 
 
-@pytest.mark.parametrize("path", SWITCHED)
+@each("path", SWITCHED)
 def test_a_switched_section_is_refused_when_it_is_on(path: str) -> None:
     assert only(of(f"{path}.enabled", True)).given == f'ds.json: {path}: {{"enabled": true}}'
     diagnostics = of(f"{path}.enabled", False).diagnostics
@@ -94,7 +95,7 @@ def test_a_switched_section_is_refused_when_it_is_on(path: str) -> None:
         assert only(of(f"{path}.enable", False)).legal == "enabled"
 
 
-@pytest.mark.parametrize("path", sorted(ALIASES))
+@each("path", sorted(ALIASES))
 def test_an_alias_is_its_key(path: str) -> None:
     target = ALIASES[path]
     if target in HONOURED:
@@ -112,6 +113,14 @@ def test_an_alias_is_its_key(path: str) -> None:
         assert of(f"{path}.enabled", True).get(f"{target}.enabled", None) is True
 
 
+<<<<<<< HEAD
+=======
+@each("path", sorted(DETAILS))
+def test_details_of_what_is_off_mean_nothing(path: str) -> None:
+    assert clean(of(path, 5))
+
+
+>>>>>>> main
 @pytest.mark.parametrize("path", PARAMS)
 def test_parameters_are_kept_for_whoever_knows_the_type(path: str) -> None:
     assert of(path, {"anything": 1}).params == {path: {"anything": 1}}
@@ -136,7 +145,7 @@ def test_nothing_is_nothing(path: str, value: Any) -> None:
     assert clean(reading) and not reading.values
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "value", "given", "legal"),
     [
         (
@@ -281,7 +290,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert read_file(tmp_path / "ds.json") == {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}}
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ('{"a": 1,\n "b": }', "not valid JSON: Expecting value (line 2, column 7)"),

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from support.each import each
 
 from megazero.config.choices import OptimizerChoice, SchedulerChoice
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
@@ -190,7 +191,7 @@ def test_adam_is_adamw_unless_told_otherwise(params: dict[str, Any], kind: str, 
     assert made.optimizer.params["weight_decay"] == 0.0
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "given", "legal"),
     [
         (

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.irregular_model import engine_around
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
@@ -47,8 +48,8 @@ def assert_close(ours: Tensor | None, theirs: Tensor | None) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (2, 1), (1, 4), (3, 2), (5, 4), (IN, OUT)])
+@each("bias", [True, False])
+@each(("in_splits", "out_splits"), [(1, 1), (2, 1), (1, 4), (3, 2), (5, 4), (IN, OUT)])
 def test_equals_the_whole_layer(in_splits: int, out_splits: int, bias: bool) -> None:
     linear = whole(bias=bias)
     layer = tiled(linear, in_splits=in_splits, out_splits=out_splits)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.any_models import CASES
+from support.each import each
 from support.irregular_model import LR, SETTINGS, Awkward, EngineRun, batch, full_state, loss_of, train_plain, units_of
 from support.processes import mesh_in_worker, run_ranks
 from support.training import boxes
@@ -380,7 +381,7 @@ def test_overrides_of_tensors() -> None:
         assert init.get_dp_process_group() is None and init.num_partitions == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "named"),
     [
         ({"remote_device": "nvme"}, "remote_device"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.each import each
 from support.input_files import chunks_of, objects_of, packed, small_chunks, texts_of
 
 from megazero.errors import DataError
@@ -139,9 +140,9 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), BAD_LINES)
-@pytest.mark.parametrize("chunk_bytes", [10, 1 << 20])
-@pytest.mark.parametrize("ending", ENDINGS)
+@each(("line", "message"), BAD_LINES)
+@each("chunk_bytes", [10, 1 << 20])
+@each("ending", ENDINGS)
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str, chunk_bytes: int, ending: str) -> None:
     lines = [b'{"text": "x"}', b"", b'{"text": "y"}', line, b'{"text": "z"}', line]
     path = write(tmp_path / f"a.jsonl{ending}", b"\n".join(lines))
@@ -201,9 +202,9 @@ def test_bytes_and_halves_of_characters_are_replaced_one_by_one(tmp_path: Path) 
     assert [len(utf8) for _, (utf8,) in read_documents(chunk, REPLACE)] == [5, 7, 6, 3]
 
 
-@pytest.mark.parametrize("rule", ["blocks", "lines", "file"])
-@pytest.mark.parametrize("chunk_bytes", [5, 1 << 20])
-@pytest.mark.parametrize("ending", ENDINGS)
+@each("rule", ["blocks", "lines", "file"])
+@each("chunk_bytes", [5, 1 << 20])
+@each("ending", ENDINGS)
 def test_a_bad_byte_in_text_is_named_or_replaced(tmp_path: Path, rule: str, chunk_bytes: int, ending: str) -> None:
     path = write(tmp_path / f"a.txt{ending}", b"one\ntwo\nthr\xffee\nfour\n")
     rules = {answer: DocumentRules(text_rule=rule, invalid_utf8=answer) for answer in ("refuse", "replace")}

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.each import each
 from support.input_files import objects_of
 
 from megazero.errors import DataError
@@ -35,7 +36,7 @@ def told(*words: object, input_format: str | None = None) -> list[str]:
     return [f"{problem.given}: {problem.rule}" for problem in caught.value.problems]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "expected"),
     [
         ("a.jsonl", (JSON, "")),

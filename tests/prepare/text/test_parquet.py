@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.each import each
 from support.input_files import chunks_of, objects_of, small_chunks, texts_of
 
 from megazero.errors import DataError
@@ -53,7 +54,7 @@ def test_rows_come_in_order_whatever_the_row_groups(tmp_path: Path, row_group_si
     assert len(chunks) in {1: (23,), 300: range(4, 10), 1 << 20: (1,)}[chunk_bytes]
 
 
-@pytest.mark.parametrize(
+@each(
     "column",
     [
         pyarrow.array(TEXTS, pyarrow.string()),
@@ -64,7 +65,7 @@ def test_rows_come_in_order_whatever_the_row_groups(tmp_path: Path, row_group_si
     ],
     ids=lambda column: str(column.type).split("<")[0],
 )
-@pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
+@each("compression", ["snappy", "zstd", "none"])
 def test_every_kind_of_text(tmp_path: Path, column: Any, compression: str) -> None:
     path = write(tmp_path / "a.parquet", {"text": column}, compression=compression)
     assert texts_of(path) == [(text,) for text in TEXTS]
