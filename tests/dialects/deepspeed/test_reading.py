@@ -113,14 +113,6 @@ def test_an_alias_is_its_key(path: str) -> None:
         assert of(f"{path}.enabled", True).get(f"{target}.enabled", None) is True
 
 
-<<<<<<< HEAD
-=======
-@each("path", sorted(DETAILS))
-def test_details_of_what_is_off_mean_nothing(path: str) -> None:
-    assert clean(of(path, 5))
-
-
->>>>>>> main
 @pytest.mark.parametrize("path", PARAMS)
 def test_parameters_are_kept_for_whoever_knows_the_type(path: str) -> None:
     assert of(path, {"anything": 1}).params == {path: {"anything": 1}}
