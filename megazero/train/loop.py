@@ -78,7 +78,7 @@ class Reporting:
     pipeline: PipelineReport
     stragglers: StragglerReport
     part_times: TimingReport
-    opening: str
+    opening: Sequence[str]
     closing: Callable[[], Sequence[str]]
     statistics: StatisticsChoice
     log_interval: int
@@ -470,7 +470,8 @@ class _Loop:
             f"moments {format_bytes(states.moments)})"
             f"{f', and in host memory: {format_bytes(away)}' if away else ''}"
         )
-        self._run.reporting.console.line(self._run.reporting.opening)
+        for line in self._run.reporting.opening:
+            self._run.reporting.console.line(line)
         if self._state.iteration:
             self._run.reporting.console.line(
                 f"resumed at iteration {self._state.iteration}, {self._state.consumed_samples} samples consumed"
