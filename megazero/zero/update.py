@@ -185,7 +185,7 @@ class ShardUpdate:
             self._separate(name)
             self._left_alone[name] += flag if inputs.found_inf is None else flag * (1.0 - inputs.found_inf)
         inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
-        steps = {home: _HomeStep(step.to(home.device), inputs.to(home.device)) for home in self._homes}
+        steps = {home: _at_home(home, step, inputs) for home in self._homes}
         for index, (bucket, _, run, parameter) in enumerate(self.runs):
             home = self._shards.home(bucket)
             at_home, memory = steps[home], home.scratch(buffers)
@@ -288,11 +288,12 @@ class ShardUpdate:
     def _update_parameter(self, index: int, at_home: _HomeStep, absent: Tensor | None, buffers: Scratch) -> None:
         """Update a run of one parameter, which has taken fewer steps than the others, unless the flag is 1."""
         owned, (step, inputs) = self.runs[index], at_home
-        step = step - self._left_alone[owned.parameter].to(step.device)
+        left = self._left_alone[owned.parameter]
+        step = step - (left if left.device == step.device else left.to(step.device))
         if absent is not None:
             if self._optimizer.skips_on_host and bool(absent.item()):
                 return
-            absent = absent.to(step.device)
+            absent = absent if absent.device == step.device else absent.to(step.device)
             found_inf = absent if inputs.found_inf is None else torch.maximum(inputs.found_inf, absent)
             inputs = inputs._replace(found_inf=found_inf)
         self._optimizer.update(index, owned.run, step, inputs, buffers=buffers)
@@ -320,6 +321,11 @@ class ShardUpdate:
                 moments = {kind: shards.moment(kind, bucket, within) for kind in shards.moment_kinds}
                 master, gradient = shards.master(bucket, within), shards.reduced_gradient(bucket, within)
                 yield OwnedRun(bucket, within, Run(master, gradient, moments, group))
+
+
+def _at_home(home: StateHome, step: Tensor, inputs: StepInputs) -> _HomeStep:
+    """Return a step for the update of what lives in a home; the host waits for the inputs of its own."""
+    return _HomeStep(step, inputs) if home.is_device else _HomeStep(step.to(home.device), inputs.to(home.device))
 
 
 def _divided(owned: OwnedRun, fragment: Fragment) -> Iterator[OwnedRun]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.late_copies import late_copies
+from support.ledgered_step import Held, ledgered_step
 from support.processes import run_ranks
 from support.training import Cell, Outcome, train_on_rank, write_text_corpus
 
@@ -124,3 +125,20 @@ def check_bytes(case: Case, plain: Outcome, moved: Outcome) -> None:
         step = host_traffic(plan, padded, cell.dp, cell.accumulation, num_gathers=0)
         loaded = step.loaded + gathered // (cell.dp - 1)  # a rank sends its partition, which has come, to all others
         assert moved.comm_bytes["host"] == {"store": step.stored + tied, "load": loaded + tied}
+
+
+def at_depths(rank: int, settings: Mapping[str, Any]) -> list[Held]:
+    """Return what the device holds in a step of a model of 3 layers, and of one of 6."""
+    return [ledgered_step(rank, 1, 2, {**settings, "num_layers": layers}) for layers in (3, 6)]
+
+
+@pytest.mark.gloo
+def test_what_is_offloaded_takes_no_memory_of_the_device_at_any_depth() -> None:
+    common = {"precision": "bf16", "max_live_parameters": 0, "prefetch_bucket_size": 0}
+    held = run_ranks(2, at_depths, {**common, **BOTH, "zero_stage": 3})[0]
+    for depth in held:
+        assert depth.peaks["parameters"] == depth.peaks["master"] == depth.peaks["moments"] == 0
+    shallow, deep = ({name: held[at].peaks[name] for name in ("gathered_parameters", "gradients")} for at in (0, 1))
+    assert deep == shallow, "a unit at a time is gathered, and its gradients leave"
+    bucket = 2 * 5000  # in bf16
+    assert all(depth.peaks["communication_buffers"] <= 12 * bucket for depth in held)
