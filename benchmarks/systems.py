@@ -33,12 +33,14 @@ from megazero.data.loader import BatchLayout, MicroBatch, StepBatch, build_step_
 from megazero.data.mock import MockSamples
 from megazero.library.initialize import initialize
 from megazero.zero.engine import Engine
+from megazero.zero.plan import Home
 
 SEED = 1
 PLAIN = "plain"
 # Megatron-core without ZeRO, and in stage 1.
 MEGATRON = ("megatron-core", "megatron-core-1")
 # The systems of one process, and of several; megazero-K is ZeRO stage K, and so are library-K and deepspeed-K.
+# What ends in -cpu has optimizer states, and in stage 3 parameters too, in host memory.
 ALONE = ("eager", "compiled", "library", "megazero")
 TOGETHER = (
     "floor",
@@ -50,11 +52,12 @@ TOGETHER = (
     *(f"deepspeed-{stage}" for stage in range(4)),
     *MEGATRON,
     *(f"library-{stage}" for stage in range(4)),
+    *(f"{system}-{stage}-cpu" for system in ("deepspeed", "library") for stage in (2, 3)),
     *(f"megazero-{stage}" for stage in range(4)),
 )
 # The package that a system needs beside torch and megazero.
 PACKAGES: Mapping[str, str] = {
-    **{f"deepspeed-{stage}": "deepspeed" for stage in range(4)},
+    **{f"deepspeed-{stage}": "deepspeed" for stage in (*range(4), "2-cpu", "3-cpu")},
     **dict.fromkeys(MEGATRON, "megatron.core"),
 }
 # Attributes of DeepSpeed's optimizers with model states other than parameters and torch's optimizer; version 0.19.
@@ -146,14 +149,14 @@ def make(name: str, place: Place, work: Work) -> System:
     if family == "megazero":
         return _megazero(rest, place, work)
     if family == "deepspeed":
-        return _deepspeed(int(rest), place, work)
+        return _deepspeed(rest, place, work)
     if family == "megatron":
         return _megatron(place, work, shards=rest == "core-1")
     if family == "fsdp2":
         return _fsdp2(place, work, reshards=rest != "keep")
     model = plain_gpt(work.model, SEED, place.device)
     if family == "library":
-        return _library(int(rest or 0), model, place, work)
+        return _library(rest or "0", model, place, work)
     if name == "compiled":
         return _plain(torch.compile(model), adamw(model, LR), place, work, model="torch.compile with its defaults")
     if name in ("eager", "floor", PLAIN):
@@ -191,11 +194,16 @@ def _loop_of(engine: Any, place: Place) -> Callable[[StepBatch], float]:
     return step
 
 
-def _library(stage: int, model: nn.Module, place: Place, work: Work) -> System:
-    """Make megazero's engine for a training loop of the user's, with its defaults and torch's optimizer."""
+def _library(kind: str, model: nn.Module, place: Place, work: Work) -> System:
+    """Make megazero's engine for a training loop of the user's, with its defaults and torch's optimizer.
+
+    kind: the ZeRO stage, and "cpu" behind it for what lives in host memory.
+    """
+    stage, _, home = kind.partition("-")
+    moved = {"offload_optimizer": home, "offload_param": home if stage == "3" else "none"} if home else {}
     config = {
         "train_micro_batch_size_per_gpu": work.micro_batch_size,
-        "zero": {"zero_stage": stage},
+        "zero": {"zero_stage": int(stage), **moved},
         "precision": {"precision": work.precision},
         "gradient_clipping": CLIP,
     }
@@ -215,7 +223,7 @@ class _EngineStates:
         """Do nothing, since the engine reports them at any time."""
 
     def end(self) -> int:
-        return self._engine.model_state_bytes().total
+        return sum(self._engine.model_state_bytes(home).total for home in Home)
 
 
 def _plain(module: Callable[..., Tensor], adam: Optimizer, place: Place, work: Work, **settings: Any) -> System:
@@ -275,19 +283,23 @@ def _fsdp2(place: Place, work: Work, *, reshards: bool) -> System:
     return _plain(model, adamw(model, LR), place, work, **told)
 
 
-def _deepspeed(stage: int, place: Place, work: Work) -> System:
+def _deepspeed(kind: str, place: Place, work: Work) -> System:
     """Make DeepSpeed's engine with its defaults and torch's optimizer, around a model that every process makes whole.
 
     In bf16 without ZeRO the engine makes moments by an update with gradients of zero, which AdamW would count as its
     first, and scale all later ones accordingly; so the count is set back to 0.
+
+    kind: the ZeRO stage, and "cpu" behind it for what lives in host memory.
     """
+    stage, home = int(kind[0]), {"device": kind[2:]}
+    moved = {"offload_optimizer": home, **({"offload_param": home} if stage == 3 else {})} if kind[2:] else {}
     deepspeed: Any = import_module("deepspeed")
     model = plain_gpt(work.model, SEED, place.device)
     optimizer = adamw(model, LR)
     config = {
         "train_micro_batch_size_per_gpu": work.micro_batch_size,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **moved},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": work.precision == "bf16"},
     }

@@ -296,7 +296,17 @@ STAGES_OF: Mapping[str, Sequence[int]] = MappingProxyType(
         "allgather_partitions": (1, 2),
         **dict.fromkeys(("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"), (3,)),
         "enable_sanity_checks": (3,),
+        **dict.fromkeys(("offload_optimizer", "offload_optimizer_ratio"), (1, 2, 3)),
+        "offload_param": (3,),
     }
+)
+# Where optimizer states and parameters have their home, as far as the stage allows.
+HOMES: Sequence[Mapping[str, Any]] = (
+    {},
+    {"offload_optimizer": "cpu"},
+    {"offload_param": "cpu"},
+    {"offload_optimizer": "cpu", "offload_param": "cpu"},
+    {"offload_optimizer": "cpu", "offload_optimizer_ratio": 0.5},
 )
 
 
@@ -305,6 +315,7 @@ class _Draw:
 
     def __init__(self, number: int) -> None:
         self._random = random.Random(number)
+        self._homes = random.Random(f"homes {number}")
         self._seed = number * 1_000_003
         self.acts: list[Act] = []
         self.stages: list[int] = []
@@ -342,7 +353,7 @@ class _Draw:
             "bucket": choose([0, 16, 64, 1 << 20]),
             "persists": choose([0, 0, 6]),
             "sums": chance() < 0.1,
-            "zero": dict([choose(list(ZERO.items()))] if chance() < 0.5 else []),
+            "zero": dict([choose(list(ZERO.items()))] if chance() < 0.5 else []) | dict(self._homes.choice(HOMES)),
         }
 
     def _next_seed(self) -> int:

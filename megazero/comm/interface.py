@@ -11,6 +11,9 @@ from torch import Tensor
 
 ReduceKind = Literal["sum", "max", "min"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scalars", "send"]
+# Copies from the device to host memory and back, which a meter counts beside collectives, on an axis of its own.
+HostTransfer = Literal["store", "load"]
+HOST = "host"
 
 
 class Work(Protocol):

@@ -3,7 +3,8 @@
 Bytes are those that one rank has to send when the algorithm is bandwidth-optimal, which ZeRO's formulas count (section
 7): with n ranks and a whole tensor of N bytes, all-gather and reduce-scatter N (n-1)/n, all-reduce twice that,
 broadcast and send N.  The backends used here send just that (gloo's ring all-reduce, the messages in
-`process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.
+`process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.  Copies of offloaded state
+between the device and host memory are counted beside them.
 
 The same calls are written to the flight record, from which a fault is reported (`flight_record.py`).
 """
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megazero.comm.flight_record import Begun, FlightRecord
-from megazero.comm.interface import Collective, Communicator, ReduceKind, Work
+from megazero.comm.interface import Collective, Communicator, HostTransfer, ReduceKind, Work
 
 
 @dataclass
@@ -38,14 +39,14 @@ class Meter:
     def __init__(self) -> None:
         self.waited_seconds = 0.0
         self.flight = FlightRecord()
-        self._counts: defaultdict[tuple[str, Collective], Count] = defaultdict(Count)
+        self._counts: defaultdict[tuple[str, Collective | HostTransfer], Count] = defaultdict(Count)
 
-    def record(self, axis: str, collective: Collective, nbytes: int) -> None:
+    def record(self, axis: str, collective: Collective | HostTransfer, nbytes: int) -> None:
         count = self._counts[axis, collective]
         count.calls += 1
         count.nbytes += nbytes
 
-    def count(self, axis: str, collective: Collective) -> Count:
+    def count(self, axis: str, collective: Collective | HostTransfer) -> Count:
         """Return calls and bytes so far; zeros when there were none."""
         return self._counts.get((axis, collective), Count())
 

@@ -154,8 +154,6 @@ def _answers(path: str) -> Iterator[str]:
     if path in keys.SWITCHED:
         switched = keys.SWITCHED[path]
         yield f"refused where it is enabled: {switched.reason}{f'; {switched.legal}' if switched.legal else ''}"
-    if path in keys.DETAILS:
-        yield "ignored, as it refines another key, which is refused unless it is off"
     if path in PARAMS_OF_RUN:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in PARAMS_OF_RUN[path])
         yield f"honoured; it sets {named}"

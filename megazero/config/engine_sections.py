@@ -132,6 +132,29 @@ class ZeroConfig:
         " for the device and for the slowest process each time), and refuse changes in GatheredParameters without a"
         " modifier_rank (a copy of the parameters)",
     )
+    offload_optimizer: Literal["none", "cpu"] = setting(
+        "none",
+        help="stages 1 to 3: home of master weights, moments and reduced gradients; cpu: host memory, where the host's"
+        " processors update them",
+    )
+    offload_optimizer_ratio: float = setting(
+        1.0,
+        help="the part of the optimizer's elements that offload_optimizer moves; the others stay on the device, bucket"
+        " by bucket",
+        aliases=("optimizer-offload-fraction",),
+        ge=0,
+        le=1,
+    )
+    offload_param: Literal["none", "cpu"] = setting(
+        "none",
+        help="stage 3: home of partitioned parameters; cpu: host memory, from where a partition travels to the device"
+        " ahead of its gather",
+    )
+    offload_pin_memory: bool = setting(
+        True,
+        help="on GPUs, pin the host memory of what is offloaded, so that copies run beside the computation; false:"
+        " the system may move it, and copies wait",
+    )
     leaf_module_classes: tuple[str, ...] = setting(
         (
             "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",

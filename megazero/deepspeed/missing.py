@@ -7,7 +7,7 @@ from megazero.errors import Problem, UsageError
 
 _PIPELINES = "a model is not cut into stages here; pretrain_gpt.py has --pipeline-model-parallel-size"
 _INFERENCE = "there are no kernels for inference; the engine of a frozen model evaluates and generates"
-_OFFLOAD = "model states stay on the device"
+_OFFLOAD = "the configuration says once where states live (offload_optimizer, offload_param)"
 _COMPRESSION = "weights keep their values and number format"
 _TENSORS = "a model is not split here; torch's parallelize_module and mpu are taken"
 

@@ -16,7 +16,6 @@ from megazero.deepspeed.data import InputSettings
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.missing import refuse
 from megazero.dialects.deepspeed.reading import read_file
-from megazero.library.adopted.mesh import joined_device
 from megazero.library.config import load_engine_config
 from megazero.library.initialize import initialize as initialize_core
 from megazero.optim.configured import make_torch_optimizer
@@ -65,8 +64,6 @@ def initialize(
     for name, given in ((_DROP_LAST, drop_last), (_MANAGED, managed)):
         if not isinstance(given, bool):
             raise refuse(f"{name}: {given!r}", "it is a switch", "true, false")
-    if joined_device().type == "cpu":
-        content = _on_the_device(content)
     parameters = None if model_parameters is None else _listed(model_parameters)
     for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
         if given is not None and content.pop(name, None) is not None and get_rank() == 0:
@@ -97,21 +94,6 @@ def _source(args: Any, *configs: str | Path | Mapping[str, Any] | None) -> str |
         rule = "a configuration is a mapping, or the path of a JSON file"
         raise refuse(f"config of type {type(given[0]).__name__}", rule, "dict, str, Path")
     return given[0]
-
-
-def _on_the_device(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a program on CPUs without offloading to the CPU, where model states are anyway."""
-    zero = content.get("zero_optimization")
-    if not isinstance(zero, Mapping):
-        return content
-    off = [
-        name
-        for name in ("offload_optimizer", "offload_param")
-        if isinstance(zero.get(name), Mapping) and zero[name].get("device") == "cpu"
-    ]
-    for name in off if get_rank() == 0 else ():
-        warnings.warn(f"zero_optimization.{name}: without effect: this process's device is the CPU", stacklevel=3)
-    return {**content, "zero_optimization": {name: value for name, value in zero.items() if name not in off}}
 
 
 def _listed(model_parameters: Any) -> list[Any]:

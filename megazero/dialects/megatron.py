@@ -40,6 +40,11 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "enable-zbh1-pipeline": Shorthand("pipeline_schedule", "zero-bubble"),
         "no-pipeline-parallel": Shorthand("pipeline_model_parallel_size", "1"),
         "use-tp-pp-dp-mapping": Shorthand("rank_order", "dp-pp-tp"),
+        "optimizer-cpu-offload": Shorthand("offload_optimizer", "cpu"),
+        "cpu-offload-optimizer": Shorthand("offload_optimizer", "cpu"),
+        "no-pin-cpu-grads": Shorthand("offload_pin_memory", "false"),
+        "no-pin-cpu-params": Shorthand("offload_pin_memory", "false"),
+        "cpu-optimizer": Shorthand("offload_optimizer", "cpu"),
         "grad-reduce-in-bf16": Shorthand("accumulate_allreduce_grads_in_fp32", "false"),
     }
 )
@@ -100,7 +105,6 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "position-embedding-type": Fixed(("learned_absolute",), "GPT-2 has learned absolute positions"),
         "data-impl": Fixed(("mmap", "infer"), "corpora are .bin/.idx pairs"),
         "dataloader-type": Fixed(("single",), "sample k of the run is a function of the seed and k, in one order"),
-        "cpu-offload-optimizer": Fixed(("false",), "optimizer states stay on the device"),
         "recompute-modules": Fixed(("core_attn",), "selective recomputation is that of the attention core"),
         "context-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
         "ds-sequence-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
@@ -199,6 +203,10 @@ ACCEPTED: Mapping[str, str] = _rows(
             " no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl attention-softmax-in-fp32",
         ),
         ("there is one model implementation", "use-mcore-models use-legacy-models"),
+        (
+            "where --offload-optimizer has the host update, it does so by torch's kernels, beside what travels",
+            "cpu-torch-adam use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d",
+        ),
         ("the ZeRO engine is built in; --zero-stage or --deepspeed-config chooses the stage", "deepspeed"),
         ("every bucket is already cut into equal slices for all ranks", "round-robin-gradients"),
         (
@@ -361,7 +369,6 @@ REFUSED: Mapping[str, str] = _rows(
             "a GPT has no encoder; --pipeline-split shares out its layers",
             "pipeline-model-parallel-split-rank encoder-pipeline-model-parallel-size",
         ),
-        ("optimizer states stay on the device", "cpu-optimizer cpu-torch-adam optimizer-cpu-offload"),
         (
             "it is another engine's flag; --zero-stage 3 partitions parameters",
             "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy",

@@ -4,6 +4,8 @@ A pool has buffers of one stated number of bytes.  A temporary is *leased* and *
 only when all are leased, and `num_buffers` is therefore the largest number that was ever leased at once.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,10 +15,19 @@ from megazero.memory.ledger_interface import AnyLedger, NullLedger
 class FusedBuffers:
     """A pool of equal buffers of `buffer_bytes` bytes on `device`."""
 
-    def __init__(self, buffer_bytes: int, device: torch.device, *, ledger: AnyLedger | None = None) -> None:
+    def __init__(
+        self,
+        buffer_bytes: int,
+        device: torch.device,
+        *,
+        ledger: AnyLedger | None = None,
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        """allocate: makes the memory of a buffer, uint8 [bytes]; by default the device's, which the ledger counts."""
         self.buffer_bytes = buffer_bytes
         self._ledger = ledger or NullLedger()
         self._device = device
+        self._allocate = allocate or self._allocate_on_device
         self._free: list[Tensor] = []
         self.num_buffers = 0
 
@@ -37,11 +48,15 @@ class FusedBuffers:
         nbytes = numel * dtype.itemsize
         assert nbytes <= self.buffer_bytes, f"{nbytes} bytes leased from buffers of {self.buffer_bytes}"
         if not self._free:
-            self._free.append(torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._device))
-            self._ledger.tag(self._free[-1], "communication_buffers")
+            self._free.append(self._allocate(self.buffer_bytes))
             self.num_buffers += 1
         storage = self._free.pop()
         return BufferLease(self, storage, storage[:nbytes].view(dtype))
+
+    def _allocate_on_device(self, nbytes: int) -> Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._ledger.tag(buffer, "communication_buffers")
+        return buffer
 
     def free(self, storage: Tensor) -> None:
         """Make a released buffer available again."""

@@ -18,13 +18,11 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megazero.memory.copies import Arrival, copy_stream
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 
 _REPETITIONS = 5
@@ -32,62 +30,6 @@ _REPETITIONS = 5
 # block of 32 MiB: larger blocks come from the system and return there, as does free memory beyond 64 MiB.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_BLOCK = 32 << 20
-
-
-class _Arrival(Protocol):
-    """A copy that may still be running."""
-
-    def wait(self) -> None:
-        """Make the work that is queued from here on run after the copy."""
-
-
-class _CopyStream(Protocol):
-    """The stream on which copies run."""
-
-    def beside(self) -> AbstractContextManager[object]:
-        """Run the work queued inside after all work queued before, beside the work that follows."""
-
-    def mark(self) -> _Arrival:
-        """Return the arrival of what has been queued; to be called inside of `beside`."""
-
-
-class _AtOnce:
-    """The stand-in for a stream on a CPU: a copy has been made when the call returns."""
-
-    def beside(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def mark(self) -> _Arrival:
-        return self
-
-    def wait(self) -> None:
-        return None
-
-
-class _CudaStream:
-    """A stream beside the current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        make_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
-        self._stream = make_stream(device)
-
-    def beside(self) -> AbstractContextManager[object]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
-        return context
-
-    def mark(self) -> _Arrival:
-        return _CudaArrival(self._stream.record_event(), self._device)
-
-
-class _CudaArrival:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class HostMemory:
@@ -99,7 +41,7 @@ class HostMemory:
 
     def __init__(self, device: torch.device, *, ledger: AnyLedger | None = None) -> None:
         self._on_cuda = device.type == "cuda"
-        self._stream: _CopyStream = _CudaStream(device) if self._on_cuda else _AtOnce()
+        self._stream = copy_stream(device)
         self._ledger = ledger or NullLedger()
         self._device = device
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -116,9 +58,7 @@ class HostMemory:
         )
         tensor = tensor.detach()
         buffer = self._lease(tensor.nbytes)
-        with self._stream.beside():
-            buffer.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-            arrival = self._stream.mark()
+        arrival = self._stream.copy(buffer.view(tensor.dtype).view(tensor.shape), tensor)
         self.sent_bytes += tensor.nbytes
         return HostTensor(self, buffer, tensor, arrival)
 
@@ -126,12 +66,10 @@ class HostMemory:
         """Allocate device memory of this shape to copy back into, its contents undefined."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def prefetch(self, buffer: Tensor, copy: Tensor) -> tuple[Tensor, _Arrival]:
+    def prefetch(self, buffer: Tensor, copy: Tensor) -> tuple[Tensor, Arrival]:
         """Begin to copy a buffer into `copy`, on the device."""
         assert copy.nbytes == buffer.nbytes, f"{buffer.nbytes} bytes don't come back into {copy.nbytes}"
-        with self._stream.beside():
-            copy.copy_(buffer.view(copy.dtype).view(copy.shape), non_blocking=True)
-            arrival = self._stream.mark()
+        arrival = self._stream.copy(copy, buffer.view(copy.dtype).view(copy.shape))
         self.fetched_bytes += copy.nbytes
         return copy, arrival
 
@@ -149,20 +87,28 @@ class HostMemory:
 
     def _new_buffer(self, nbytes: int) -> Tensor:
         self.buffer_bytes += nbytes
-        if self._on_cuda:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            self._ledger.elsewhere(buffer)
-            return buffer
-        # On a CPU a ledger counts it as device memory until `elsewhere`, which comes while there are no bytes to count.
-        buffer = torch.empty(0, dtype=torch.uint8)
-        self._ledger.elsewhere(buffer)
-        return buffer.resize_(nbytes)
+        return host_bytes(nbytes, is_pinned=self._on_cuda, ledger=self._ledger)
+
+
+def host_bytes(nbytes: int, *, is_pinned: bool, ledger: AnyLedger) -> Tensor:
+    """Allocate host memory, uint8 [nbytes], which a ledger of the device does not count; contents undefined.
+
+    is_pinned: whether the system may not move it, so that a GPU copies it beside the computation.
+    """
+    if is_pinned:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        ledger.elsewhere(buffer)
+        return buffer
+    # On a CPU a ledger counts it as device memory until `elsewhere`, which comes while there are no bytes to count.
+    buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+    ledger.elsewhere(buffer)
+    return buffer.resize_(nbytes)
 
 
 class HostTensor:
     """A tensor on the host; made by `HostMemory.store`, released once."""
 
-    def __init__(self, memory: HostMemory, buffer: Tensor, source: Tensor, sent: _Arrival) -> None:
+    def __init__(self, memory: HostMemory, buffer: Tensor, source: Tensor, sent: Arrival) -> None:
         self._memory = memory
         self._buffer: Tensor | None = buffer
         self._shape = source.shape
@@ -170,7 +116,7 @@ class HostTensor:
         self.numel = source.numel()
         self._source: Tensor | None = source
         self._sent = sent
-        self._fetched: tuple[Tensor, _Arrival] | None = None
+        self._fetched: tuple[Tensor, Arrival] | None = None
         self.nbytes = buffer.nbytes
 
     def sent(self) -> None:

@@ -60,6 +60,11 @@ class StepInputs(NamedTuple):
         """
         return self._replace(factor=self.factor.to(dtype).view(1))
 
+    def to(self, device: torch.device) -> "StepInputs":
+        """Return the inputs on a device; the host waits for them where they come from another one."""
+        found_inf = None if self.found_inf is None else self.found_inf.to(device)
+        return self._replace(factor=self.factor.to(device), found_inf=found_inf)
+
 
 class InnerOptimizer(Protocol):
     """An optimizer of runs; `index` is a run's position in the argument of `bind`."""

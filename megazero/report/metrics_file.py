@@ -118,6 +118,8 @@ def _rank_record(rank: int, figures: RankMetrics) -> dict[str, Any]:
         "comm_bytes": {axis: dict(by_collective) for axis, by_collective in figures.comm_bytes.items()},
         "data_wait_seconds": figures.data_wait_seconds,
     }
+    if any(figures.host_state_bytes.values()):
+        record["host_state_bytes"] = dict(figures.host_state_bytes)
     if figures.device_memory_bytes:
         record["device_memory_bytes"] = dict(figures.device_memory_bytes)
     return record | {"ledger": dict(figures.ledger)} if figures.ledger else record

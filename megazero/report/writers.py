@@ -271,6 +271,9 @@ def _memory_scalars(ranks: Sequence[RankMetrics]) -> dict[str, float]:
     scalars: dict[str, float] = {
         f"memory/states-{name}": max(rank.model_state_bytes.get(name, 0) for rank in ranks) for name in categories
     }
+    away = max(sum(rank.host_state_bytes.values()) for rank in ranks)
+    if away:
+        scalars["memory/states-in-host-memory"] = away
     return scalars | {"memory/process-peak": max(rank.peak_memory_bytes for rank in ranks)}
 
 

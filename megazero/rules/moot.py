@@ -170,6 +170,20 @@ SHARED: tuple[Row[SharedSections], ...] = (
         ),
     ),
     Row(
+        ("offload_optimizer_ratio",),
+        lambda s: "offload_optimizer none keeps all of it on the device" if s.zero.offload_optimizer == "none" else "",
+        {"offload_optimizer": "cpu"},
+    ),
+    Row(
+        ("offload_optimizer",),
+        lambda s: "" if s.zero.offload_optimizer_ratio else "offload_optimizer_ratio 0 keeps all of it on the device",
+    ),
+    Row(
+        ("offload_pin_memory",),
+        lambda s: "nothing is offloaded" if {s.zero.offload_optimizer, s.zero.offload_param} == {"none"} else "",
+        {"offload_optimizer": "cpu"},
+    ),
+    Row(
         ("allgather_partitions",),
         lambda s: (
             "" if _some_parameters_are_published(s.zero) else f"ZeRO stage {s.zero.zero_stage} publishes no parameters"
@@ -534,6 +548,11 @@ RUN: tuple[Row[RunConfig], ...] = (
     Row(
         ("tf32",),
         lambda c: "a CPU has no TF32, its fp32 products are exact" if c.parallel.device == "cpu" else "",
+        {"device": "cuda"},
+    ),
+    Row(
+        ("offload_pin_memory",),
+        lambda c: "for a CPU no memory is pinned" if c.parallel.device == "cpu" else "",
         {"device": "cuda"},
     ),
     Row(

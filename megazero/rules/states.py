@@ -33,7 +33,18 @@ def gradients_are_divided_once(zero: ZeroConfig, precision: PrecisionConfig, spe
         )
 
 
+def what_is_offloaded_is_partitioned(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    for setting, least, rule in (
+        ("offload_optimizer", 1, "optimizer states have their home in host memory in ZeRO stages 1 to 3, partitioned"),
+        ("offload_param", 3, "parameters have their home in host memory in ZeRO stage 3, where they are partitioned"),
+    ):
+        if getattr(zero, setting) != "none" and zero.zero_stage < least:
+            given = f"{spell(setting)} {getattr(zero, setting)} with {spell('zero_stage')} {zero.zero_stage}"
+            yield Problem(given, rule, f"{spell('zero_stage')} {least}, or {spell(setting)} none")
+
+
 STATE_RULES: tuple[StateRule, ...] = (
+    what_is_offloaded_is_partitioned,
     loss_scales_are_ordered,
     gradients_are_divided_once,
 )

@@ -42,6 +42,7 @@ from megazero.train.samples import SampledText, continue_text
 from megazero.train.saving import Saver
 from megazero.train.step import StepControls, training_step
 from megazero.units import format_bytes, format_count, format_duration
+from megazero.zero.plan import Home
 from megazero.zero.statistics import StatisticsChoice, read_statistics, take_statistics
 from megazero.zero.step import first_overflow
 
@@ -77,7 +78,7 @@ class Reporting:
     pipeline: PipelineReport
     stragglers: StragglerReport
     part_times: TimingReport
-    opening: str
+    opening: Sequence[str]
     closing: Callable[[], Sequence[str]]
     statistics: StatisticsChoice
     log_interval: int
@@ -338,6 +339,7 @@ class _Loop:
         mine = RankMetrics(
             peak_memory_bytes=pending.memory.peak_bytes,
             model_state_bytes=asdict(self._context.engine.model_state_bytes()),
+            host_state_bytes=asdict(self._context.engine.model_state_bytes(Home.HOST)),
             comm_bytes=pending.comm_bytes,
             ledger=pending.ledger,
             data_wait_seconds=pending.data_wait_seconds,
@@ -459,14 +461,17 @@ class _Loop:
     def _announce(self) -> None:
         mesh, layout = self._context.mesh, self._context.engine.layout
         states = self._context.engine.model_state_bytes()
+        away = self._context.engine.model_state_bytes(Home.HOST).total
         numel = layout.used_numel(trainable=True) + layout.used_numel(trainable=False)
         self._run.reporting.console.line(
             f"{mesh.topology.describe()} on {mesh.device.type} | parameters on this rank: {format_count(numel)} | "
             f"model states on this rank: {format_bytes(states.total)} (parameters {format_bytes(states.parameters)}, "
             f"gradients {format_bytes(states.gradients)}, master {format_bytes(states.master)}, "
             f"moments {format_bytes(states.moments)})"
+            f"{f', and in host memory: {format_bytes(away)}' if away else ''}"
         )
-        self._run.reporting.console.line(self._run.reporting.opening)
+        for line in self._run.reporting.opening:
+            self._run.reporting.console.line(line)
         if self._state.iteration:
             self._run.reporting.console.line(
                 f"resumed at iteration {self._state.iteration}, {self._state.consumed_samples} samples consumed"

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megazero.comm.interface import Communicator
+from megazero.comm.interface import HOST, Communicator
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import UNLIMITED, ZeroConfig
 from megazero.errors import Problem, UsageError, raise_problems
 from megazero.memory.address_book import ArenaStatistics
+from megazero.memory.homes import HostHome
 from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
@@ -40,7 +41,7 @@ from megazero.zero.layout import (
     join_small_units,
 )
 from megazero.zero.module_apply import gather_around_apply, restore_apply
-from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, ZeroPlan
+from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan
 from megazero.zero.presence import NOTHING, GradientPresence
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
@@ -163,6 +164,12 @@ class Engine:
                 consumers.setdefault(module, []).append(unit.name)
         self._slots = {slot.spec.name: (section, slot) for section in self.layout.sections for slot in section.slots}
         zero = settings.zero
+        self._host = HostHome(
+            mesh.device,
+            is_pinned=zero.offload_pin_memory,
+            ledger=settings.ledger,
+            record=partial(mesh.meter.record, HOST),
+        )
         self._shards = Shards(
             plan,
             self.layout,
@@ -172,6 +179,7 @@ class Engine:
             moments=settings.optimizer.moments,
             ledger=settings.ledger,
             gradients_in_arena=zero.contiguous_gradients,
+            host=self._host,
         )
         self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero, timers=settings.timers)
         self._sums = GradientSums(self._shards, mesh.axis, buffers)
@@ -203,6 +211,7 @@ class Engine:
             names=settings.parameter_names,
             timers=settings.timers,
         )
+        self._host.reserve(max(self._update.largest_buffer_bytes(on_device=False), self._largest_wire_bytes))
         self._presence = GradientPresence(
             self._update.parameter_names, self._trainable_names(), self._reducer.present, mesh.device
         )
@@ -419,8 +428,13 @@ class Engine:
     @property
     def largest_buffer_bytes(self) -> int:
         """The bytes that constant-size buffers must hold: a bucket on the wire, one update's gradients, one norm's."""
-        wire = self.layout.max_bucket_numel * max(self.plan.gradient_wire.itemsize, self.plan.gradient.itemsize)
-        return max(wire, self._update.largest_buffer_bytes)
+        return max(self._largest_wire_bytes, self._update.largest_buffer_bytes(on_device=True))
+
+    @property
+    def _largest_wire_bytes(self) -> int:
+        """The bytes of the largest bucket on the wire."""
+        itemsize = max(self.plan.gradient_wire.itemsize, self.plan.gradient.itemsize)
+        return self.layout.max_bucket_numel * itemsize
 
     @property
     def gathered_numel(self) -> tuple[int, int]:
@@ -445,9 +459,10 @@ class Engine:
         """Make the optimizer's state after `num_steps` steps, whose elements `wanted_state` yields to be filled."""
         self._update.start(numbers, num_steps=num_steps)
 
-    def model_state_bytes(self) -> ModelStateBytes:
-        """Return the bytes of model states that this rank has allocated."""
-        return self._shards.model_state_bytes(optimizer_bytes=self._update.optimizer_bytes())
+    def model_state_bytes(self, home: Home = Home.DEVICE) -> ModelStateBytes:
+        """Return the bytes of model states that this rank has allocated at a home."""
+        on_device = home is Home.DEVICE
+        return self._shards.model_state_bytes(home, optimizer_bytes=self._update.optimizer_bytes(on_device=on_device))
 
     @property
     def gradient_arenas(self) -> dict[str, ArenaStatistics]:
@@ -467,6 +482,7 @@ class Engine:
         """Yield the state that a checkpoint must fill on this rank; `state_loaded` must be called afterwards."""
         self._gather.check_unpinned("loading state")
         self.ensure_parameters()  # what is still being published must not be written to
+        self._update.finish_copies()
         self.written.find()  # found later, what a user has written would count instead of what is loaded
         yield from chain(self._shards.wanted_state(), self._update.optimizer_state(is_saved=False))
 
@@ -479,12 +495,11 @@ class Engine:
         """
         self.num_weight_changes += 1
         self._gather.release_all()  # gathered parameters are copies of the old values
-        for bucket in self.layout.trainable_buckets:
-            self._shards.copy_master_to_working(bucket)
-        if weights_only and not self.settings.zero.load_from_fp32_weights:
-            self._shards.copy_working_to_master()
-        self._update.publish_all()
+        self._update.publish_masters(self.layout.trainable_buckets)
         self.ensure_parameters()
+        if weights_only and not self.settings.zero.load_from_fp32_weights:
+            self._update.finish_copies()
+            self._shards.copy_working_to_master()
         self.written.forget(names)
 
     def trained_specs(self) -> dict[str, ParamSpec]:
@@ -494,6 +509,7 @@ class Engine:
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Return this rank's parts of a parameter's "master", "gradient" or optimizer state; none of a frozen one."""
         self._publisher.ensure(self._slots[name][0].unit)  # what is still being published must not be written to
+        self._update.finish_copies()
         self.written.find()
         return self._update.pieces(name, kind)
 
@@ -524,9 +540,7 @@ class Engine:
         section, _ = self._slots[name]
         self.num_weight_changes += 1
         self._gather.release_all()
-        for bucket in section.buckets:
-            self._shards.copy_master_to_working(bucket)
-            self._publisher.publish(bucket)
+        self._update.publish_masters(section.buckets)
         self._publisher.ensure(section.unit)
 
     def is_in_leaf(self, name: str) -> bool:

@@ -13,6 +13,10 @@ Rows are kinds of state, columns are stages, and a cell is the place of that sta
 at the accumulation boundary; *leased* ones exist only in constant-size buffers until their bucket has been reduced, in
 every micro-batch.  Without contiguous gradients resident ones become *loose*: torch's own tensors, which accumulate
 until the boundary.
+
+Every row has a *home*, which the configuration chooses: the device, or host memory.  The optimizer's home is that of
+master weights, moments and reduced gradients, in stages 1 to 3, and a share of them may stay on the device; that of
+parameters, in stage 3, is the home of their partitions, which are gathered to the device for use.
 """
 
 from dataclasses import dataclass
@@ -32,6 +36,13 @@ class Placement(Enum):
     PARTITIONED = "every rank stores its partition of every bucket"
 
 
+class Home(Enum):
+    """The memory in which a piece of state lives between its uses."""
+
+    DEVICE = "the device that computes the model"
+    HOST = "host memory"
+
+
 class Lifetime(Enum):
     """The time for which a piece of state exists in full on a rank."""
 
@@ -42,11 +53,15 @@ class Lifetime(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """The placement, number format and lifetime of one kind of state."""
+    """The placement, number format, lifetime and home of one kind of state.
+
+    A gradient's home is where it is after reduction.
+    """
 
     placement: Placement
     dtype: torch.dtype
     lifetime: Lifetime = Lifetime.RESIDENT
+    home: Home = Home.DEVICE
 
     @property
     def itemsize(self) -> int:
@@ -64,6 +79,8 @@ class ZeroPlan:
     """Number format in which gradients are reduced."""
     skips_not_finite: bool = False
     """True if a step whose gradients are not finite is skipped in every number format, not in fp16 alone."""
+    share_at_home: float = 1.0
+    """The part of the optimizer's elements that live in its home; the others live on the device."""
 
     @property
     def may_overflow(self) -> bool:
@@ -72,8 +89,22 @@ class ZeroPlan:
 
     @property
     def has_separate_master(self) -> bool:
-        """True if master weights are tensors of their own; at full precision the working parameter is its master."""
-        return self.optimizer.dtype != self.parameter.dtype
+        """True if there are master weights that are tensors of their own.
+
+        At full precision a working parameter is its own master, unless one of the two has its home in host memory.
+        """
+        return self.separates_master(self.optimizer.home) or self.separates_master(Home.DEVICE)
+
+    def share_at(self, home: Home) -> float:
+        """Return the part of the optimizer's elements that live in a home."""
+        if self.optimizer.home is Home.DEVICE:
+            return float(home is Home.DEVICE)
+        return self.share_at_home if home is self.optimizer.home else 1.0 - self.share_at_home
+
+    def separates_master(self, home: Home) -> bool:
+        """Return True if master weights with this home are tensors of their own."""
+        away = {home, self.parameter.home} != {Home.DEVICE}
+        return away or self.optimizer.dtype != self.parameter.dtype
 
 
 @dataclass(frozen=True)
@@ -88,6 +119,13 @@ class ModelStateBytes:
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.master + self.moments
+
+
+class HostTraffic(NamedTuple):
+    """The bytes that a rank copies from the device to host memory, and back."""
+
+    stored: int
+    loaded: int
 
 
 class _Stage(NamedTuple):
@@ -107,6 +145,8 @@ _STAGES = MappingProxyType(
     }
 )
 
+HOMES = MappingProxyType({"none": Home.DEVICE, "cpu": Home.HOST})
+
 DTYPES = MappingProxyType({"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
 
@@ -120,31 +160,35 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
     if lifetime is Lifetime.RESIDENT and not zero.contiguous_gradients:
         lifetime = Lifetime.LOOSE
     gathered = Lifetime.LEASED if stage.parameter is Placement.PARTITIONED else Lifetime.RESIDENT
+    home = HOMES[zero.offload_optimizer]
     return ZeroPlan(
-        parameter=Row(stage.parameter, parameter_dtype, gathered),
-        gradient=Row(stage.gradient, gradient_dtype, lifetime),
-        optimizer=Row(stage.optimizer, master_dtype),
+        parameter=Row(stage.parameter, parameter_dtype, gathered, HOMES[zero.offload_param]),
+        gradient=Row(stage.gradient, gradient_dtype, lifetime, home),
+        optimizer=Row(stage.optimizer, master_dtype, home=home),
         gradient_wire=DTYPES.get(zero.communication_data_type, gradient_dtype),
         skips_not_finite=precision.check_grad_overflow,
+        share_at_home=zero.offload_optimizer_ratio,
     )
 
 
-def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int) -> ModelStateBytes:
-    """Return the bytes per rank for `numel` parameters by formula: p + g + k, each divided where it is partitioned.
+def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int, home: Home = Home.DEVICE) -> ModelStateBytes:
+    """Return the bytes per rank at a home for `numel` parameters by formula: p + g + k, divided where partitioned.
 
-    A resident gradient is whole on every rank until the step's end, even where it is partitioned after reduction.
-    Loose gradients are torch's own and not counted; the memory for their reduced sums is.
+    A resident gradient is whole on every rank's device until the step's end, even where it is partitioned after
+    reduction.  Loose gradients are torch's own and not counted; the memory for their reduced sums is.
     """
 
-    def stored(row: Row, *, whole: bool = False) -> int:
-        return numel if whole or row.placement is Placement.REPLICATED else numel // partitions
+    def stored(row: Row) -> int:
+        return numel if row.placement is Placement.REPLICATED else numel // partitions
 
-    owned = stored(plan.optimizer)
-    resident = plan.gradient.lifetime is Lifetime.RESIDENT
+    resident = plan.gradient.lifetime is Lifetime.RESIDENT and home is Home.DEVICE
+    share = plan.share_at(home)
+    owned = round(stored(plan.optimizer) * share)
+    reduced = round(stored(plan.gradient) * share)
     return ModelStateBytes(
-        parameters=stored(plan.parameter) * plan.parameter.itemsize,
-        gradients=stored(plan.gradient, whole=resident) * plan.gradient.itemsize,
-        master=owned * plan.optimizer.itemsize if plan.has_separate_master else 0,
+        parameters=stored(plan.parameter) * plan.parameter.itemsize if plan.parameter.home is home else 0,
+        gradients=(numel if resident else reduced) * plan.gradient.itemsize,
+        master=owned * plan.optimizer.itemsize if plan.separates_master(home) else 0,
         moments=2 * owned * plan.optimizer.itemsize,
     )
 
@@ -166,3 +210,26 @@ def data_parallel_bytes(
         row = plan.gradient if plan.gradient.placement is Placement.REPLICATED else plan.parameter
         gathered = numel * row.itemsize
     return (reduced + gathered) * (partitions - 1) // partitions
+
+
+def host_traffic(
+    plan: ZeroPlan, numel: int, partitions: int, num_micro_batches: int, *, num_gathers: int | None = None
+) -> HostTraffic:
+    """Return what a rank copies between the device and host memory in a step, by formula.
+
+    numel, num_gathers: as for `data_parallel_bytes`.  A gradient's sum leaves once for each reduction, and comes back
+    before all but the first.  Updated weights come back once; where their home is host memory they stay there, and a
+    partition comes for each gather.
+    """
+    owned = numel // partitions
+    away = round(owned * plan.share_at(Home.HOST))
+    reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
+    stored = reductions * away * plan.gradient.itemsize
+    loaded = (reductions - 1) * away * plan.gradient.itemsize
+    if plan.parameter.home is Home.DEVICE:
+        loaded += away * plan.parameter.itemsize
+    else:
+        gathers = 2 * num_micro_batches if num_gathers is None else num_gathers
+        loaded += gathers * owned * plan.parameter.itemsize
+        stored += (owned - away) * plan.parameter.itemsize
+    return HostTraffic(stored, loaded)

@@ -7,6 +7,7 @@ The step's end does not wait: a unit's gathers are waited for just before the un
 from collections import deque
 
 from megazero.comm.interface import Communicator, Work
+from megazero.memory.copies import Arrival
 from megazero.timers import Timers
 from megazero.zero.layout import Bucket
 from megazero.zero.plan import Placement
@@ -21,16 +22,21 @@ class ParameterPublisher:
         self._communicator = communicator
         self._by_gather = by_gather
         self._timers = timers
-        self._in_flight: dict[str, deque[Work]] = {}
+        self._in_flight: dict[str, deque[Work | Arrival]] = {}
         self._owners_differ = shards.plan.optimizer.placement is Placement.PARTITIONED
 
-    def publish(self, bucket: Bucket) -> None:
-        """Start sending a bucket whose owned range has new values, unless its section is partitioned."""
+    def publish(self, bucket: Bucket, arrival: Arrival) -> None:
+        """Start sending a bucket whose owned range gets new values, unless its section is partitioned.
+
+        arrival: that of the new values on the device.
+        """
         section = self._shards.layout.sections[bucket.section]
-        if self._owners_differ and not section.partitioned:
-            with self._timers.measure("params-publish"):
+        if section.partitioned:
+            arrival.wait()
+        elif self._owners_differ:
+            with self._timers.measure("params-publish"), arrival.ahead():
                 works = self._gather(bucket) if self._by_gather else self._broadcasts(bucket)
-            self._in_flight.setdefault(section.unit, deque()).extend(works)
+            self._in_flight.setdefault(section.unit, deque()).extend((arrival, *works))
 
     def ensure(self, unit: str) -> None:
         """Wait until the unit's parameters may be read."""

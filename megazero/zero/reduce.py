@@ -137,12 +137,13 @@ class GradientReducer:
         self._store.reset()
 
     def finish(self) -> None:
-        """Wait for every reduction in flight."""
+        """Wait for every reduction in flight, and until its sums are at home."""
         while self._in_flight:
             self._finish_oldest()
         while self._gathering:
             with self._timers.measure("grads-reduce"):
                 self._gathering.pop().wait()
+        self._store.settle()
 
     def _make_arena(self, names: Sequence[str], buffers: Scratch) -> ArenaScratch | None:
         """Make slots for the buckets leased at once, or for one update's gradients; None where no bucket is leased."""
@@ -156,7 +157,8 @@ class GradientReducer:
         if not num_slots:
             return None
         slot_bytes = shards.layout.max_bucket_numel * plan.gradient_wire.itemsize
-        update_bytes = max(shards.owned(bucket).numel for bucket in self._buckets) * plan.optimizer.itemsize
+        updated = (shards.owned(bucket).numel for bucket in self._buckets if shards.home(bucket).is_device)
+        update_bytes = max(updated, default=0) * plan.optimizer.itemsize
         num_slots = max(num_slots, -(-update_bytes // slot_bytes))
         return ArenaScratch(num_slots, slot_bytes, shards.device, fallback=buffers, ledger=shards.ledger)
 

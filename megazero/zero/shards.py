@@ -8,19 +8,25 @@ moments) lies bucket after bucket in one flat tensor each; `owned` gives the ran
 
 With contiguous gradients, resident ones and the reduced shard are blocks of one arena, as large as all of them (ZeRO,
 section 6.3).
+
+What the optimizer updates lives in the home of its bucket (`memory/homes.py`): such tensors, at home in host memory,
+are read and written there, and meet those of the device in copies only.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megazero.memory.arena import Arena
+from megazero.memory.copies import ARRIVED, Arrival
+from megazero.memory.homes import DeviceHome, StateHome
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.zero.gradient_guard import may_have
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
-from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, ZeroPlan
+from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan
 
 FirstValue = Callable[[ParamSpec, nn.Parameter], Tensor]
 
@@ -28,6 +34,19 @@ FirstValue = Callable[[ParamSpec, nn.Parameter], Tensor]
 def value_of_parameter(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
     """Return the first value of an ordinary parameter: what it holds."""
     return parameter.detach()
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """The optimizer's states of all buckets with one home, flat tensors [elements of these buckets that a rank owns].
+
+    gradient: reduced gradients, without elements where they stay in resident memory.
+    """
+
+    home: StateHome
+    gradient: Tensor
+    master: Tensor | None
+    moments: Mapping[str, Tensor]
 
 
 class Shards:
@@ -44,9 +63,11 @@ class Shards:
         moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
         ledger: AnyLedger | None = None,
         gradients_in_arena: bool = True,
+        host: StateHome | None = None,
     ) -> None:
         """Allocate the state and copy the first values to it.
 
+        host: the home in host memory, where the plan has one.
         moments: the kinds that the optimizer keeps beside the master weights.
 
         first_value is called for one parameter at a time, and returns all elements of this rank's tensor, in any shape.
@@ -64,20 +85,18 @@ class Shards:
         self._is_resident = plan.gradient.lifetime is Lifetime.RESIDENT
         is_whole = plan.optimizer.placement is Placement.REPLICATED
         self._owned = [bucket.range for bucket in buckets] if is_whole else self._partitions
+        self.device_home = DeviceHome(self.device)
+        self._homes: Mapping[Home, StateHome] = {Home.DEVICE: self.device_home, Home.HOST: host or self.device_home}
+        self._home_of = self._choose_homes()
         self._offsets = self._offsets_by_bucket()
         self._working_shards: dict[int, Tensor] = {}
         self._flats = [self._attach_parameters(section, first_value) for section in layout.sections]
-        owned = sum(self.owned(bucket).numel for bucket in layout.trainable_buckets)
-        self.gradient_arena = self._make_gradient_arena(owned) if gradients_in_arena else None
+        owned = {home: self._numel_at(home) for home in dict.fromkeys(self._home_of.values())}
+        self.gradient_arena = self._make_gradient_arena(owned.get(Home.DEVICE, 0)) if gradients_in_arena else None
         self._resident_views: dict[str, Tensor] = {}
         self._resident_gradients = self._make_resident_gradients()
-        self._gradient_shard = self._zero_gradients(0 if self._is_resident else owned)
-        self._master = self._empty(owned, plan.optimizer.dtype) if plan.has_separate_master else None
-        self._moments = {kind: self._zeros(owned, plan.optimizer.dtype) for kind in moments}
-        if self._master is not None:
-            self.ledger.tag(self._master, "master")
-        for moment in self._moments.values():
-            self.ledger.tag(moment, "moments")
+        self._states = {home: self._make_states(home, numel, moments) for home, numel in owned.items()}
+        self._moment_kinds = tuple(moments)
         self.optimizer_step = torch.zeros((), dtype=torch.float32, device=self.device)
         self.copy_working_to_master()
 
@@ -144,35 +163,52 @@ class Shards:
         found = ((section, slot) for section in self.layout.sections for slot in section.slots)
         section, slot = next((section, slot) for section, slot in found if slot.spec.name == name)
         if not slot.spec.numel:  # its section may have no bucket
-            return self._gradient_shard[:0].view(self._parameters[name].shape)
-        start = self._offsets[section.buckets[0].index] + slot.start  # a section's buckets lie one behind the other
-        return self._gradient_shard[start : start + slot.spec.numel].view(self._parameters[name].shape)
+            return torch.empty_like(self._parameters[name], dtype=self.plan.gradient.dtype)
+        first = section.buckets[0]
+        start = self._offsets[first.index] + slot.start  # a section's buckets lie one behind the other
+        return self._state(first).gradient[start : start + slot.spec.numel].view(self._parameters[name].shape)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients that this rank stores."""
-        for flat in (*self._resident_gradients.values(), self._gradient_shard):
+        for flat in (*self._resident_gradients.values(), *(states.gradient for states in self._states.values())):
             flat.detach().mul_(factor)
 
+    def home(self, bucket: Bucket) -> StateHome:
+        """Return the home of a bucket's reduced gradients, master weights and moments."""
+        return self._states[self._home_of[bucket.index]].home
+
+    def reduces_in_place(self, bucket: Bucket) -> bool:
+        """Return True if a bucket's reduced gradients stay in the resident memory of the unreduced ones."""
+        return self._is_resident and self._home_of[bucket.index] is Home.DEVICE
+
     def reduced_gradient(self, bucket: Bucket, within: Range) -> Tensor:
-        """Return a view of the reduced gradients of a range that this rank stores after reduction."""
-        if self._is_resident:
+        """Return a view, at home, of the reduced gradients of a range that this rank stores after reduction."""
+        if self.reduces_in_place(bucket):
             return self.resident_gradient(bucket, within)
-        return self._gradient_shard[self._place(bucket, within)]
+        return self._state(bucket).gradient[self._place(bucket, within)]
 
     def master(self, bucket: Bucket, within: Range) -> Tensor:
-        """Return the master weights of an owned range; at full precision the working parameters themselves."""
-        if self._master is None:
-            return self.working(bucket, within)
-        return self._master[self._place(bucket, within)]
+        """Return the master weights of an owned range, at home; at full precision on the device the working ones."""
+        master = self._state(bucket).master
+        return self.working(bucket, within) if master is None else master[self._place(bucket, within)]
 
     @property
     def moment_kinds(self) -> tuple[str, ...]:
         """The kinds of state that the optimizer keeps beside the master weights."""
-        return tuple(self._moments)
+        return self._moment_kinds
 
     def moment(self, kind: str, bucket: Bucket, within: Range) -> Tensor:
-        """Return one of the optimizer's moments of an owned range, a view."""
-        return self._moments[kind][self._place(bucket, within)]
+        """Return one of the optimizer's moments of an owned range, a view at home."""
+        return self._state(bucket).moments[kind][self._place(bucket, within)]
+
+    def outgoing(self, bucket: Bucket, whole: Tensor) -> tuple[Tensor, Arrival]:
+        """Return this rank's partition of a partitioned bucket on the device, and its arrival there.
+
+        whole: the bucket's memory on the device, in which the partition may be put at its place.
+        """
+        part = self.partition(bucket)
+        place = whole[part.start - bucket.start : part.stop - bucket.start]
+        return self._parameter_home.bring(self.working(bucket, part), place)
 
     def reset_resident_gradients(self) -> None:
         """Zero resident gradients, and make every `.grad` its view again (a user's zero_grad() removes them).
@@ -191,16 +227,29 @@ class Shards:
 
     def copy_working_to_master(self) -> None:
         """Copy working parameters to master weights, where they are two tensors."""
-        if self._master is not None:
-            for bucket in self.layout.trainable_buckets:
+        for bucket in self.layout.trainable_buckets:
+            if self._state(bucket).master is not None:
                 owned = self.owned(bucket)
                 self.master(bucket, owned).copy_(self.working(bucket, owned))
 
-    def copy_master_to_working(self, bucket: Bucket) -> None:
-        """Copy the owned range of a bucket from master weights to working parameters, where they are two tensors."""
-        if self._master is not None:
-            owned = self.owned(bucket)
-            self.working(bucket, owned).copy_(self.master(bucket, owned))
+    def copy_master_to_working(self, bucket: Bucket) -> Arrival:
+        """Begin to copy the owned range of a bucket from master weights to working parameters, if they are two tensors.
+
+        Nothing may change the master weights until the arrival.
+        """
+        if self._state(bucket).master is None:
+            return ARRIVED
+        owned, home = self.owned(bucket), self.home(bucket)
+        working, master = self.working(bucket, owned), self.master(bucket, owned)
+        is_partitioned = self.layout.sections[bucket.section].partitioned
+        target = self._parameter_home if is_partitioned else self.device_home
+        if target.is_device:
+            return home.load(working, master)
+        if home.is_device:
+            target.store(working, master.to(working.dtype)).finish()  # before the narrowed copy is freed
+        else:
+            working.copy_(master)
+        return ARRIVED
 
     def owned_state(self, coordinates: Mapping[str, int]) -> Iterator[StateFragment]:
         """Yield the state that the rank at these coordinates saves: its partitions of parameters that it counts."""
@@ -226,22 +275,29 @@ class Shards:
         for kind in self.moment_kinds:
             yield StateFragment(spec, kind, start, stop, self.moment(kind, bucket, within))
 
-    def model_state_bytes(self, *, optimizer_bytes: int = 0) -> ModelStateBytes:
-        """Return the bytes of persistent flat tensors and of an optimizer's own state, without gathered parameters."""
-        gradients = (*self._resident_gradients.values(), self._gradient_shard)
-        whole = (self._flats[section.index] for section in self.layout.sections if not section.partitioned)
+    def model_state_bytes(self, home: Home = Home.DEVICE, *, optimizer_bytes: int = 0) -> ModelStateBytes:
+        """Return the bytes at a home of persistent flat tensors, without gathered parameters.
+
+        optimizer_bytes: those of an optimizer's own state there.
+        """
+        states = [state for owner, state in self._states.items() if owner is home]
+        parameters = [*self._working_shards.values()] if self.plan.parameter.home is home else []
+        gradients = [state.gradient for state in states]
+        if home is Home.DEVICE:
+            parameters += [self._flats[section.index] for section in self.layout.sections if not section.partitioned]
+            gradients += self._resident_gradients.values()
         return ModelStateBytes(
-            parameters=sum(map(_nbytes, whole)) + sum(map(_nbytes, self._working_shards.values())),
-            gradients=sum(flat.numel() * flat.element_size() for flat in gradients),  # an arena's storage is shared
-            master=0 if self._master is None else _nbytes(self._master),
-            moments=sum(map(_nbytes, self._moments.values())) + optimizer_bytes,
+            parameters=sum(map(_nbytes, parameters)),
+            gradients=sum(flat.nbytes for flat in gradients),  # an arena's storage is shared
+            master=sum(_nbytes(state.master) for state in states if state.master is not None),
+            moments=sum(_nbytes(moment) for state in states for moment in state.moments.values()) + optimizer_bytes,
         )
 
     def _attach_parameters(self, section: Section, first_value: FirstValue) -> Tensor:
         """Copy a section's values to where they are stored; the module's own tensors are freed one by one."""
         if section.partitioned:
             numel = section.numel // self.layout.rules.partitions
-            self._working_shards[section.index] = self._zeros(numel, section.dtype)
+            self._working_shards[section.index] = self._parameter_home.zeros(numel, section.dtype)
             self.ledger.tag(self._working_shards[section.index], "parameters")
             for slot in section.slots:
                 value = first_value(slot.spec, self._parameters[slot.spec.name]).reshape(-1)
@@ -264,12 +320,12 @@ class Shards:
         value = self.flat(section)[slot.start : slot.stop]
         if section.partitioned:
             self._store_working(section, name, value)
-        if section.trainable and self._master is not None:
-            for bucket in section.buckets:
-                fragment = bucket.fragment_of(name, self.owned(bucket))
-                if fragment is not None:
-                    new, master = value[fragment.start : fragment.stop], self.master(bucket, fragment.within)
-                    master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+        for bucket in section.buckets if section.trainable else ():
+            fragment = bucket.fragment_of(name, self.owned(bucket))
+            if fragment is not None and self._state(bucket).master is not None:
+                master = self.master(bucket, fragment.within)
+                new = value[fragment.start : fragment.stop].to(master.device)
+                master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
 
     def _store_working(self, section: Section, name: str, value: Tensor) -> None:
         """Write this rank's partition of a parameter's value to the working shard."""
@@ -341,13 +397,50 @@ class Shards:
         assert block is not None, "the arena is as large as all gradients"
         return block.tensor.zero_()
 
+    @property
+    def _parameter_home(self) -> StateHome:
+        """The home of partitioned parameters."""
+        return self._homes[self.plan.parameter.home]
+
+    def _choose_homes(self) -> dict[int, Home]:
+        """Return the homes of trainable buckets by index: of every part of the model, about the same share stays."""
+        homes, total, away = {}, 0, 0
+        for bucket in self.layout.trainable_buckets:
+            total += bucket.numel
+            goes = away + bucket.numel / 2 <= self.plan.share_at_home * total
+            away += bucket.numel if goes else 0
+            homes[bucket.index] = self.plan.optimizer.home if goes else Home.DEVICE
+        return homes
+
+    def _numel_at(self, home: Home) -> int:
+        buckets = self.layout.trainable_buckets
+        return sum(self.owned(bucket).numel for bucket in buckets if self._home_of[bucket.index] is home)
+
+    def _make_states(self, home: Home, numel: int, moments: Sequence[str]) -> _Owned:
+        """Allocate the optimizer's states of `numel` elements at home."""
+        memory, dtype = self._homes[home], self.plan.optimizer.dtype
+        if home is Home.DEVICE:
+            gradient = self._zero_gradients(0 if self._is_resident else numel)
+        else:
+            gradient = memory.zeros(numel, self.plan.gradient.dtype)
+        master = memory.zeros(numel, dtype) if self.plan.separates_master(home) else None
+        if master is not None:
+            self.ledger.tag(master, "master")
+        states = _Owned(memory, gradient, master, {kind: memory.zeros(numel, dtype) for kind in moments})
+        for moment in states.moments.values():
+            self.ledger.tag(moment, "moments")
+        return states
+
+    def _state(self, bucket: Bucket) -> _Owned:
+        return self._states[self._home_of[bucket.index]]
+
     def _offsets_by_bucket(self) -> dict[int, int]:
         """Return by bucket the offset from an element's place in its section to that in the flat tensors of state."""
-        offsets, position = {}, 0
+        offsets, positions = {}, dict.fromkeys(Home, 0)
         for bucket in self.layout.trainable_buckets:
-            owned = self.owned(bucket)
-            offsets[bucket.index] = position - owned.start
-            position += owned.numel
+            owned, home = self.owned(bucket), self._home_of[bucket.index]
+            offsets[bucket.index] = positions[home] - owned.start
+            positions[home] += owned.numel
         return offsets
 
     def _place(self, bucket: Bucket, within: Range) -> slice:

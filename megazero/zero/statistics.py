@@ -129,12 +129,17 @@ def _sums(pieces: Sequence[Tensor], device: torch.device, *, has_roots: bool) ->
     absolutes = squares = roots = largest = _number(0, device)
     for piece in pieces:
         values = piece.double().abs()
-        absolutes = absolutes + values.sum()
-        squares = squares + values.square().sum()
-        largest = torch.maximum(largest, values.amax())
+        absolutes = absolutes + _on(device, values.sum())
+        squares = squares + _on(device, values.square().sum())
+        largest = torch.maximum(largest, _on(device, values.amax()))
         if has_roots:
-            roots = roots + values.sqrt().sum()
+            roots = roots + _on(device, values.sqrt().sum())
     return [_number(_numel(pieces), device), absolutes, squares, roots], largest
+
+
+def _on(device: torch.device, figure: Tensor) -> Tensor:
+    """Return a figure of state that may live in host memory on the device."""
+    return figure if figure.device == device else figure.to(device)
 
 
 def _numel(pieces: Sequence[Tensor]) -> int:
@@ -147,4 +152,4 @@ def _number(value: int, device: torch.device) -> Tensor:
 
 
 def _total(counts: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.stack(list(counts)).sum().double() if counts else _number(0, device)
+    return torch.stack([_on(device, count) for count in counts]).sum().double() if counts else _number(0, device)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megazero.comm.interface import Communicator
 from megazero.memory.lease import Scratch
@@ -80,17 +79,15 @@ class GradientSums:
 
     def _sum(self, pack: Sequence[_Run], communicator: Communicator) -> None:
         gradients = [self._shards.reduced_gradient(run.bucket, run.within) for run in pack]
-        if len(gradients) == 1:
+        homes = [self._shards.home(run.bucket) for run in pack]
+        if len(gradients) == 1 and homes[0].is_device:
             communicator.all_reduce(gradients[0]).wait()
             return
         lease = self._buffers.lease(sum(gradient.numel() for gradient in gradients), gradients[0].dtype)
         places = torch.split(lease.tensor, [gradient.numel() for gradient in gradients])
-        _copy(gradients, places)
+        for home, gradient, place in zip(homes, gradients, places, strict=True):
+            home.load(place, gradient).wait()
         communicator.all_reduce(lease.tensor).wait()
-        _copy(places, gradients)
+        for arrival in [home.store(*copy) for home, *copy in zip(homes, gradients, places, strict=True)]:
+            arrival.finish()
         lease.release()
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)

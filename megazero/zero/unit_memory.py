@@ -135,8 +135,9 @@ class UnitMemory:
             if self._compares_labels and label is not None:
                 self._compare_labels(unit)
             whole = self._shards.flat(self._shards.layout.sections[bucket.section])[bucket.start : bucket.stop]
-            mine = self._shards.working(bucket, self._shards.partition(bucket))
             with torch.no_grad():
+                mine, arrival = self._shards.outgoing(bucket, whole)
+            with torch.no_grad(), arrival.ahead():
                 unit.works[bucket.index] = self._communicator.all_gather_into(whole, mine, label)
 
     def wait(self, unit: GatheredUnit, why: str) -> None:

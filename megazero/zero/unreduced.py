@@ -6,6 +6,8 @@
                reduced slices accumulate in this rank's shard (ZeRO, section 5.2)
     loose      gradients accumulate where autograd puts them, and are treated as leased ones at the boundary
 
+Sums of buckets whose home is not the device travel there beside backward (`Departures`).
+
 Layers that write gradients themselves (`parallel/gradient_slot.py`) write into resident and leased memory.  The
 gradients of a block that is compiled as a whole, which autograd gets at once, are added to resident memory by one
 operation instead of one for each parameter.
@@ -13,16 +15,20 @@ operation instead of one for each parameter.
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megazero.memory.copies import Arrival
 from megazero.memory.lease import Lease, Scratch
 from megazero.parallel.gradient_slot import GradientSlot, add_to
 from megazero.zero.layout import Bucket, Range
 from megazero.zero.plan import Lifetime
 from megazero.zero.shards import Shards
+
+# Sums on their way home beside those that are being reduced.
+_MAX_UNDER_WAY = 2
 
 
 class UnreducedGradients(Protocol):
@@ -50,10 +56,71 @@ class UnreducedGradients(Protocol):
         """Return the bucket's gradients [numel] in the wire's dtype, zeros for `missing`, ready to be reduced."""
 
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
-        """Store the sums of the oldest reduction, `reduced` [numel of within]."""
+        """Store the sums of the oldest reduction, `reduced` [numel of within], or begin to."""
+
+    def settle(self) -> None:
+        """Wait until the host may read every sum that is stored."""
 
     def reset(self) -> None:
         """Forget what has been deposited; no reduction is in flight."""
+
+
+class _Departure(NamedTuple):
+    """A bucket's sums on their way home, and the memory that they are copied from."""
+
+    bucket: Bucket
+    arrival: Arrival
+    lease: Lease | None
+
+
+class Departures:
+    """The sums of gradients that travel from the device to their home, at most a few buckets at once.
+
+    Sums of several micro-batches are added up on the device, for which those so far come back: no host waits, and the
+    arithmetic is that of sums that never leave.
+    """
+
+    def __init__(self, shards: Shards, buffers: Scratch) -> None:
+        self._shards = shards
+        self._buffers = buffers
+        self._under_way: deque[_Departure] = deque()
+
+    def send(self, bucket: Bucket, within: Range, reduced: Tensor, lease: Lease | None, *, adds: bool) -> None:
+        """Begin to copy sums home, or to add them to those there.
+
+        lease: the memory of `reduced`, released here; None if it stays unchanged until `settle`.
+        """
+        target, home = self._shards.reduced_gradient(bucket, within), self._shards.home(bucket)
+        if adds or reduced.dtype != target.dtype:
+            total = self._buffers.lease(within.numel, target.dtype)
+            if adds:
+                self._wait_for(bucket)
+                home.load(total.tensor, target).wait()
+                total.tensor.add_(reduced)
+            else:
+                total.tensor.copy_(reduced)
+            if lease is not None:
+                lease.release()
+            reduced, lease = total.tensor, total
+        self._under_way.append(_Departure(bucket, home.store(target, reduced), lease))
+        while len(self._under_way) > _MAX_UNDER_WAY:
+            self._release(self._under_way.popleft())
+
+    def settle(self) -> None:
+        """Wait until the host may read all sums at home."""
+        while self._under_way:
+            departure = self._under_way.popleft()
+            departure.arrival.finish()
+            self._release(departure)
+
+    def _wait_for(self, bucket: Bucket) -> None:
+        while any(departure.bucket is bucket for departure in self._under_way):
+            self._release(self._under_way.popleft())
+
+    def _release(self, departure: _Departure) -> None:
+        departure.arrival.wait()
+        if departure.lease is not None:
+            departure.lease.release()
 
 
 class ResidentGradients:
@@ -68,6 +135,7 @@ class ResidentGradients:
         self._parameters = parameters
         self._converts = shards.plan.gradient_wire != shards.plan.gradient.dtype
         self._sent: deque[Lease] = deque()
+        self._departures = Departures(shards, buffers)
         self._written: set[str] = set()  # parameters whose slot has been written in this step
         self._alone: set[str] = set()  # parameters whose gradients are moved here one by one
         self._block_sizes: dict[str, int] = {}  # parameters of a compiled block: how many of them arrive together
@@ -146,9 +214,15 @@ class ResidentGradients:
             add_to(tensor, tensor.new_zeros(()) if gradient is None else gradient, is_first=is_first)
 
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
-        if self._converts:
+        lease = self._sent.popleft() if self._converts else None
+        if not self._shards.reduces_in_place(bucket):
+            self._departures.send(bucket, within, reduced, lease, adds=False)
+        elif lease is not None:
             self._shards.resident_gradient(bucket, within).copy_(reduced)
-            self._sent.popleft().release()
+            lease.release()
+
+    def settle(self) -> None:
+        self._departures.settle()
 
     def reset(self) -> None:
         """Forget only what has arrived: the next step zeroes the flat tensors."""
@@ -178,6 +252,7 @@ class LeasedGradients:
         self._at_once = at_once
         self._open: dict[int, Lease] = {}  # being filled, by bucket
         self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill a bucket anew
+        self._departures = Departures(shards, buffers)
         self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
         self._written: dict[int, set[str]] = {}  # parameters whose gradient is in the buffer already, by bucket
         buckets_of = shards.layout.buckets_of
@@ -231,13 +306,20 @@ class LeasedGradients:
         return self._sent[-1].tensor
 
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+        lease, adds = self._sent.popleft(), bucket.index in self._has_sum
+        self._has_sum.add(bucket.index)
+        if not self._shards.home(bucket).is_device:
+            self._departures.send(bucket, within, reduced, lease, adds=adds)
+            return
         target = self._shards.reduced_gradient(bucket, within)
-        if bucket.index in self._has_sum:
+        if adds:
             target.add_(reduced)
         else:
             target.copy_(reduced)
-            self._has_sum.add(bucket.index)
-        self._sent.popleft().release()
+        lease.release()
+
+    def settle(self) -> None:
+        self._departures.settle()
 
     def reset(self) -> None:
         self._written.clear()

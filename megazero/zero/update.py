@@ -1,11 +1,13 @@
 """The update: norms of reduced gradients, the inner optimizer on what this rank owns, and publishing."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megazero.memory.copies import Arrival
+from megazero.memory.homes import StateHome
 from megazero.memory.lease import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
@@ -39,6 +41,13 @@ class OwnedRun(NamedTuple):
     within: Range
     run: Run
     parameter: str = ""
+
+
+class _HomeStep(NamedTuple):
+    """The number of a step and its inputs, on the device that updates what lives in one home."""
+
+    step: Tensor
+    inputs: StepInputs
 
 
 class OptimizerNumbers(NamedTuple):
@@ -106,23 +115,51 @@ class ShardUpdate:
         ]
         self._counted = torch.tensor(counted, dtype=torch.float64, device=device)
         self._partition_gradients = [shards.reduced_gradient(bucket, fragment.within) for bucket, fragment in partition]
+        self._places_by_home: dict[StateHome, list[int]] = {}  # of fragments among all
+        for place, (bucket, _) in enumerate(partition):
+            self._places_by_home.setdefault(shards.home(bucket), []).append(place)
+        self._homes = list(dict.fromkeys(map(shards.home, self._buckets)))
+        self._travelling: list[Arrival] = []  # updated weights on their way to the device
 
-    @property
-    def largest_buffer_bytes(self) -> int:
-        """The bytes that fit the gradients of one update, and one fragment's in the dtype of its norm's sum."""
-        runs = (owned.within.numel * owned.run.master.element_size() for owned in self.runs)
+    def largest_buffer_bytes(self, *, on_device: bool) -> int:
+        """The bytes that fit the gradients of one update, and one fragment's in the dtype of its norm's sum.
+
+        on_device: those of buckets whose home is the device; else those of the others.
+        """
+        runs = (
+            owned.within.numel * owned.run.master.element_size()
+            for owned in self.runs
+            if self._shards.home(owned.bucket).is_device == on_device
+        )
         gradient = sum_dtype(self._shards.plan.gradient.dtype)
-        fragments = (part.numel() * gradient.itemsize for part in self._partition_gradients)
+        fragments = (
+            self._partition_gradients[place].numel() * gradient.itemsize
+            for home, places in self._places_by_home.items()
+            for place in places
+            if home.is_device == on_device
+        )
         return max((*runs, *fragments), default=0)
 
     def local_norms(self, buffers: Scratch) -> LocalNorms:
         """Compute norms over this rank's partitions: the same fragments in every stage, so stages agree to the bit."""
-        norms = fragment_norms(self._partition_gradients, self._counted.device, buffers)
+        norms = self._norms(buffers)
         # A replicated fragment is not multiplied by zero but left out: 0 * inf would be nan.  What overflows here
         # alone, in a copy that another rank counts, is an overflow all the same.
         square = torch.where(self._counted > 0, norms.square(), 0.0).sum()
         square = square + torch.where(torch.isfinite(norms), 0.0, torch.inf).sum()
         return LocalNorms(square, first_overflow(norms, self._fragment_parameters))
+
+    def _norms(self, buffers: Scratch) -> Tensor:
+        """Return the norms of all fragments, float64, each computed where its gradient lives."""
+        device = self._counted.device
+        if all(home.is_device for home in self._places_by_home):
+            return fragment_norms(self._partition_gradients, device, buffers)
+        norms = torch.zeros(len(self._partition_gradients), dtype=torch.float64, device=device)
+        for home, places in self._places_by_home.items():
+            gradients = [self._partition_gradients[place] for place in places]
+            found = fragment_norms(gradients, home.device, home.scratch(buffers))
+            norms[torch.tensor(places, device=device)] = found.to(device)
+        return norms
 
     def counted_gradients(self) -> Iterator[StateFragment]:
         """Yield the gradients whose norms this rank counts in `local_norms`."""
@@ -141,21 +178,40 @@ class ShardUpdate:
         """
         if self._optimizer.skips_on_host and inputs.found_inf is not None and bool(inputs.found_inf.item()):
             return
+        self.finish_copies()
         step = self._shards.optimizer_step
         advance(step, inputs)
         for name, flag in absent.items():
             self._separate(name)
             self._left_alone[name] += flag if inputs.found_inf is None else flag * (1.0 - inputs.found_inf)
         inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
+        steps = {home: _at_home(home, step, inputs) for home in self._homes}
         for index, (bucket, _, run, parameter) in enumerate(self.runs):
+            home = self._shards.home(bucket)
+            at_home, memory = steps[home], home.scratch(buffers)
             with self._timers.measure("optimizer-inner-step"):
                 if parameter:
-                    self._update_parameter(index, inputs, absent.get(parameter), buffers)
+                    self._update_parameter(index, at_home, absent.get(parameter), memory)
                 else:
-                    self._optimizer.update(index, run, step, inputs, buffers=buffers)
+                    self._optimizer.update(index, run, at_home.step, at_home.inputs, buffers=memory)
             if index + 1 == len(self.runs) or self.runs[index + 1].bucket is not bucket:
-                self._shards.copy_master_to_working(bucket)
-                self._publisher.publish(bucket)
+                self._publish(bucket)
+
+    def finish_copies(self) -> None:
+        """Wait until the host may write to master weights: those updated last have reached the device."""
+        while self._travelling:
+            self._travelling.pop().finish()
+
+    def publish_masters(self, buckets: Iterable[Bucket]) -> None:
+        """Copy the master weights of whole buckets to the working parameters of all ranks that have them."""
+        for bucket in buckets:
+            self._publish(bucket)
+
+    def _publish(self, bucket: Bucket) -> None:
+        arrival = self._shards.copy_master_to_working(bucket)
+        self._publisher.publish(bucket, arrival)
+        if not self._shards.home(bucket).is_device:
+            self._travelling.append(arrival)
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Yield what this rank owns of a trainable parameter's "master", "gradient", or optimizer state `kind`.
@@ -218,25 +274,26 @@ class ShardUpdate:
                 of_group = numbers.groups.get(owned.run.group)
                 self._optimizer.start(index, numbers.parameters.get(owned.parameter, of_group))
 
-    def optimizer_bytes(self) -> int:
-        """Return the bytes of the state that a torch optimizer allocates itself."""
+    def optimizer_bytes(self, *, on_device: bool) -> int:
+        """Return the bytes of the state that a torch optimizer allocates itself; on_device: there, else elsewhere."""
         if self._optimizer.moments:
             return 0
-        kept = (self._optimizer.state(index, owned.run) for index, owned in enumerate(self.runs))
+        kept = (
+            self._optimizer.state(index, owned.run)
+            for index, owned in enumerate(self.runs)
+            if self._shards.home(owned.bucket).is_device == on_device
+        )
         return sum(tensor.nbytes for state in kept for tensor in state.values())
 
-    def publish_all(self) -> None:
-        """Publish every bucket, after state has been loaded into the owned ranges."""
-        for bucket in self._buckets:
-            self._publisher.publish(bucket)
-
-    def _update_parameter(self, index: int, inputs: StepInputs, absent: Tensor | None, buffers: Scratch) -> None:
+    def _update_parameter(self, index: int, at_home: _HomeStep, absent: Tensor | None, buffers: Scratch) -> None:
         """Update a run of one parameter, which has taken fewer steps than the others, unless the flag is 1."""
-        owned = self.runs[index]
-        step = self._shards.optimizer_step - self._left_alone[owned.parameter]
+        owned, (step, inputs) = self.runs[index], at_home
+        left = self._left_alone[owned.parameter]
+        step = step - (left if left.device == step.device else left.to(step.device))
         if absent is not None:
             if self._optimizer.skips_on_host and bool(absent.item()):
                 return
+            absent = absent if absent.device == step.device else absent.to(step.device)
             found_inf = absent if inputs.found_inf is None else torch.maximum(inputs.found_inf, absent)
             inputs = inputs._replace(found_inf=found_inf)
         self._optimizer.update(index, owned.run, step, inputs, buffers=buffers)
@@ -264,6 +321,11 @@ class ShardUpdate:
                 moments = {kind: shards.moment(kind, bucket, within) for kind in shards.moment_kinds}
                 master, gradient = shards.master(bucket, within), shards.reduced_gradient(bucket, within)
                 yield OwnedRun(bucket, within, Run(master, gradient, moments, group))
+
+
+def _at_home(home: StateHome, step: Tensor, inputs: StepInputs) -> _HomeStep:
+    """Return a step for the update of what lives in a home; the host waits for the inputs of its own."""
+    return _HomeStep(step, inputs) if home.is_device else _HomeStep(step.to(home.device), inputs.to(home.device))
 
 
 def _divided(owned: OwnedRun, fragment: Fragment) -> Iterator[OwnedRun]:

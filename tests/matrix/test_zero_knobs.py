@@ -331,6 +331,8 @@ def test_unused_parameters_stop_the_run_with_their_names(stage: int) -> None:
 # Sizes and factors of one kind share out the stages between them.
 ALL, EVEN, ODD, PUBLISHING, GATHERING = STAGES, (0, 2), (1, 3), (1, 2, 3), (3,)
 OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({"offload_optimizer": "cpu"}, (1, 2)),
+    ({"offload_optimizer": "cpu", "offload_optimizer_ratio": 0.5, "offload_param": "cpu"}, (3,)),
     ({"contiguous_gradients": False}, ALL),
     ({"reduce_scatter": False}, ALL),
     ({"reduce_bucket_size": 1}, EVEN),
@@ -361,6 +363,7 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
 # belong to schedules (test_3d_layouts.py).
 ELSEWHERE = {
     "zero_stage",
+    "offload_pin_memory",  # a GPU's
     "load_from_fp32_weights",
     "override_module_apply",
     "ignore_unused_parameters",

@@ -69,6 +69,9 @@ SHARED_CASES = (
     Case("enable_sanity_checks", True, ERROR, {}, STAGE_3),
     Case("allgather_partitions", False, ERROR, {"zero_stage": 0}, {"zero_stage": 1}),
     Case("allgather_partitions", False, ERROR, STAGE_3, {**STAGE_3, "param_persistence_threshold": 9}),
+    Case("offload_optimizer", "cpu", ERROR, {"offload_optimizer_ratio": 0.0}, {}),
+    Case("offload_optimizer_ratio", 0.5, ERROR, {}, {"offload_optimizer": "cpu"}),
+    Case("offload_pin_memory", False, ERROR, STAGE_3, {**STAGE_3, "offload_param": "cpu"}),
     Case("loss_scale", 8.0, NOTICE, BF16, FP16),
     Case("initial_loss_scale", 4.0, NOTICE, {}, FP16),
     Case("min_loss_scale", 2.0, NOTICE, BF16, FP16),
@@ -133,6 +136,13 @@ RUN_CASES = (
     Case("attention_backend", "efficient", NOTICE, {"device": "cpu"}, {"device": "cuda"}),
     Case("attention_backend", "flash", NOTICE, {"device": "cpu"}, {"device": "cpu", "attention_dropout": 0}),
     Case("tf32", True, ERROR, {"device": "cpu"}, {"device": "cuda"}),
+    Case(
+        "offload_pin_memory",
+        False,
+        ERROR,
+        {"device": "cpu", "offload_optimizer": "cpu"},
+        {"device": "cuda", "offload_optimizer": "cpu"},
+    ),
     Case("deterministic_mode", True, NOTICE, {"device": "cpu"}, {"device": "cuda"}),
     Case("min_lr", 1e-5, NOTICE, {"lr_decay_style": "constant"}, {"lr_decay_style": "cosine"}),
     Case("lr_decay_iters", 9, NOTICE, {"lr_decay_style": "constant"}, {}),
@@ -276,7 +286,7 @@ ledger_limit pipeline_trace_dir log_params_norm log_num_zeros_in_grad check_for_
 EFFECTIVE = frozenset(_EFFECTIVE.split())
 # Settings that other rules refuse where they cannot take effect.
 _REFUSED_ELSEWHERE = """
-num_layers_per_virtual_pipeline_stage pipeline_schedule pipeline_split fp8_format finetune
+num_layers_per_virtual_pipeline_stage pipeline_schedule pipeline_split fp8_format finetune offload_param
 """
 REFUSED_ELSEWHERE = frozenset(_REFUSED_ELSEWHERE.split())
 

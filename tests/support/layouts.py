@@ -43,12 +43,17 @@ DIMENSIONS: Grid = {
     "sequence_parallel": (False, True),
     "recompute": ("none", "selective", "full"),
     "partitions_checkpoints": (False, True),
+    "home": ("device", "host"),
 }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One choice in each dimension; accumulation: micro-batches of a step; chunks: model chunks of a pipeline stage."""
+    """One choice in each dimension.
+
+    accumulation: micro-batches of a step.  chunks: model chunks of a pipeline stage.  home: of all that may leave the
+    device.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -61,6 +66,7 @@ class Layout:
     sequence_parallel: bool = False
     recompute: str = "none"
     partitions_checkpoints: bool = False
+    home: str = "device"
 
     @property
     def world_size(self) -> int:
@@ -83,6 +89,8 @@ class Layout:
             "zero3_reshard_after": self.reshard_after,
             "recompute_granularity": self.recompute,
             "partition_activations": self.partitions_checkpoints,
+            "offload_optimizer": "none" if self.home == "device" else "cpu",
+            "offload_param": "none" if self.home == "device" or self.stage < 3 else "cpu",
         }
 
     def cell(self, **changes: Any) -> Cell:
@@ -96,8 +104,9 @@ class Layout:
         window = "window" if self.reshard_after == "window" else ""
         sequence, sliced = "sp" * self.sequence_parallel, "pa" * self.partitions_checkpoints
         recompute = "" if self.recompute == "none" else self.recompute
+        home = "host" if self.home == "host" else ""
         words = (f"tp{self.tp} pp{self.pp} dp{self.dp} m{self.accumulation}", self.schedule, chunks)
-        return " ".join(filter(None, (*words, f"zero{self.stage}", window, sequence, recompute, sliced)))
+        return " ".join(filter(None, (*words, f"zero{self.stage}", window, sequence, recompute, sliced, home)))
 
 
 def _length(layout: Layout) -> int | None:

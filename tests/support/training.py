@@ -7,7 +7,7 @@ module of the standard library, as bytes) with the same global batches, so that 
 import argparse
 import inspect
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from megazero.train.build import batch_layout, build_components, step_context
 from megazero.train.components import RunComponents
 from megazero.train.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
+from megazero.zero.plan import Home
 
 SCHEDULE, WARMUP = 5, 2  # the steps of the warm-up and the decay
 STEPS = 3  # the warm-up, after which a few cells go on through the decay
@@ -104,6 +105,10 @@ class Cell:
         }
         return make_run(**{**SETTINGS, **layout, **self.settings})
 
+    def with_settings(self, settings: Mapping[str, Any]) -> "Cell":
+        """Return the cell with further settings."""
+        return replace(self, settings={**self.settings, **settings})
+
     def __str__(self) -> str:
         extra = f" {self.settings}" if self.settings else ""
         layout = f"tp{self.tp} pp{self.pp} dp{self.dp} zero{self.stage} accumulation{self.accumulation}"
@@ -135,6 +140,7 @@ class Outcome:
     gathered_numel: tuple[int, int]  # elements of gathered parameters: now, and at most
     persistent_numel: int  # elements of parameters that are not partitioned
     seconds: float
+    host_states: dict[str, int]
 
     def full(self, others: Iterable["Outcome"], kind: str = "weight") -> dict[str, Tensor]:
         """Assemble full tensors from the boxes that all ranks own."""
@@ -168,7 +174,18 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     unit_numel = {section.unit: section.numel for section in core.engine.layout.sections}
     gathered = core.engine.gathered_numel
     persistent = sum(section.numel for section in core.engine.layout.sections if not section.partitioned)
-    return Outcome(*zip_figures(figures), saved, comm_bytes, states, layout, unit_numel, gathered, persistent, seconds)
+    return Outcome(
+        *zip_figures(figures),
+        saved,
+        comm_bytes,
+        states,
+        layout,
+        unit_numel,
+        gathered,
+        persistent,
+        seconds,
+        asdict(core.engine.model_state_bytes(Home.HOST)),
+    )
 
 
 def run_steps(

@@ -51,6 +51,27 @@ _ZERO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 _LEAVES = MappingProxyType(
     {f"leaf_module_{name}": f"zero_optimization.leaf_module.{name}" for name in ("classes", "names", "name_suffixes")}
 )
+# {setting: the key of the section of what is offloaded}; the defaults are the same.
+_OFFLOADED = MappingProxyType(
+    {
+        "offload_optimizer": "zero_optimization.offload_optimizer.device",
+        "offload_optimizer_ratio": "zero_optimization.offload_optimizer.ratio",
+        "offload_param": "zero_optimization.offload_param.device",
+    }
+)
+# {a key of the time before those sections: the setting and the value that it stands for where it is true}
+OLD_OFFLOAD: Mapping[str, str] = MappingProxyType(
+    {
+        "zero_optimization.cpu_offload": "offload_optimizer",
+        "zero_optimization.cpu_offload_param": "offload_param",
+    }
+)
+# The keys that pin host memory, which is pinned for all that is offloaded or for none.
+PIN_KEYS = (
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.cpu_offload_use_pin_memory",
+)
 _FORMATS = ("fp64", "fp32", "bf16", "fp16")
 # The ways in which the gradients of the data-parallel processes become one.
 REDUCTIONS = ("mean", "sum")
@@ -62,6 +83,7 @@ ZERO_KEYS: Mapping[str, str] = MappingProxyType(
     {
         **{("zero_stage" if name == "stage" else name): f"zero_optimization.{name}" for name in _ZERO_DEFAULTS},
         **_LEAVES,
+        **_OFFLOADED,
         "communication_data_type": "communication_data_type",
         "prescale_gradients": "prescale_gradients",
         "gradient_predivide_factor": "gradient_predivide_factor",
@@ -71,14 +93,18 @@ ZERO_KEYS: Mapping[str, str] = MappingProxyType(
 
 def _zero_keys() -> dict[str, FieldInfo]:
     fields = {info.name: info for info in SETTINGS[ZeroConfig]}
-    defaults = {field: fields[field].default for field in _LEAVES} | {
+    same = {**_LEAVES, **_OFFLOADED}
+    defaults = {field: fields[field].default for field in same} | {
         field: _ZERO_DEFAULTS[path.rpartition(".")[2]]
         for field, path in ZERO_KEYS.items()
-        if "." in path and field not in _LEAVES
+        if "." in path and field not in same
     }
     return {
         ZERO_KEYS[field]: replace(
-            fields[field], section=ZERO_KEYS[field].rpartition(".")[0], default=default, optional=default is None
+            fields[field],
+            section=ZERO_KEYS[field].rpartition(".")[0],
+            default=default,
+            optional=default is None or field in _OFFLOADED,
         )
         for field, default in defaults.items()
     }
@@ -153,6 +179,7 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("fp16.consecutive_hysteresis", "bool", False),
             key("fp16.min_loss_scale", "float", 1.0, ge=0),
             key("fp16.auto_cast", "bool", False),
+            *(key(path, "bool", None) for path in (*OLD_OFFLOAD, *PIN_KEYS)),
         )
     }
 )
@@ -190,6 +217,7 @@ def _paths(rows: Iterable[tuple[str, str, str]]) -> Mapping[str, str]:
 
 _NO_CUT = "a configuration does not cut a model into pipeline stages"
 _WHOLE_SEQUENCES = "attention sees whole sequences"
+_NO_FILES = "it is about files, and what is offloaded lives in host memory"
 _STREAMS = "it chooses how a gather moves its bytes, and here every gather is one all-gather into place"
 
 ACCEPTED: Mapping[str, str] = _paths(
@@ -197,7 +225,8 @@ ACCEPTED: Mapping[str, str] = _paths(
         ("reports are the program's own", "", "log_level dump_state"),
         ("wall_clock_breakdown times the parts of a step, and nothing else is timed", "", "memory_breakdown timers"),
         ("any optimizer that works element by element runs under ZeRO", "", "zero_allow_untested_optimizer"),
-        ("nothing is offloaded, so no optimizer runs on the CPU", "", "zero_force_ds_cpu_optimizer aio"),
+        ("an optimizer whose home is host memory is torch's own there too", "", "zero_force_ds_cpu_optimizer"),
+        (_NO_FILES, "", "aio"),
         ("the caller's data loader decides", "", "dataloader_drop_last"),
         ("the model knows its vocabulary", "", "vocabulary_size"),
         ("Python's garbage collector is left as it is", "", "disable_python_gc"),
@@ -235,7 +264,13 @@ ACCEPTED: Mapping[str, str] = _paths(
         ),
         (_STREAMS, "zero_optimization", "use_all_reduce_for_fetch_params allgather_sequential"),
         ("nothing is cached that could warn", "zero_optimization", "log_trace_cache_warnings"),
-        ("nothing is offloaded", "zero_optimization", "cpu_offload_use_pin_memory save_muon_momentum_buffer_in_memory"),
+        ("there is no Muon", "zero_optimization", "save_muon_momentum_buffer_in_memory"),
+        (
+            _NO_FILES,
+            "zero_optimization.offload_optimizer",
+            "nvme_path buffer_count pipeline_read pipeline_write fast_init",
+        ),
+        (_NO_FILES, "zero_optimization.offload_param", "nvme_path buffer_count buffer_size max_in_cpu"),
         (_NO_CUT, "pipeline", "partition seed_layers pipe_partitioned grad_partitioned use_reentrant"),
         (
             "a configuration does not split a model",
@@ -258,7 +293,6 @@ class Refused:
     legal: str = ""
 
 
-_OFFLOAD = "model states stay on the device"
 _QUANTIZED = "collectives move whole numbers of the working precision; communication_data_type narrows gradients only"
 _MASTERS = "master weights are fp32: a weight of 16 bits would lose updates below 1/256 of it (bf16) or 1/2048 (fp16)"
 _HIERARCHY = "parameters are partitioned over all data-parallel processes alike"
@@ -269,11 +303,7 @@ _RECOMPUTE = (
 
 REFUSED: Mapping[str, Refused] = MappingProxyType(
     {
-        "zero_optimization.cpu_offload": Refused(_OFFLOAD),
-        "zero_optimization.cpu_offload_param": Refused(_OFFLOAD),
-        "zero_optimization.offload_param.device": Refused(_OFFLOAD, ("none", None), 'device: "none"'),
-        "zero_optimization.offload_optimizer.device": Refused(_OFFLOAD, ("none", None), 'device: "none"'),
-        "zero_optimization.zenflow": Refused(_OFFLOAD),
+        "zero_optimization.zenflow": Refused("an update waits for all gradients of its step"),
         "zero_optimization.zero_quantized_weights": Refused(_QUANTIZED),
         "zero_optimization.zero_quantized_nontrainable_weights": Refused(_QUANTIZED),
         "zero_optimization.zero_quantized_gradients": Refused(_QUANTIZED),
@@ -368,18 +398,8 @@ SWITCHED: Mapping[str, Switched] = MappingProxyType(
     }
 )
 
-# Keys that only refine a refused neighbour; while that is off they have no meaning, and are ignored.
-DETAILS: frozenset[str] = frozenset(
-    f"zero_optimization.{section}.{name}"
-    for section, names in (
-        ("offload_param", "nvme_path buffer_count buffer_size max_in_cpu pin_memory"),
-        ("offload_optimizer", "nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio"),
-    )
-    for name in names.split()
-)
-
 # All keys that may stand in a file; sections are the beginnings of the paths.
-KNOWN: frozenset[str] = frozenset((*HONOURED, *PARAMS, *ALIASES, *ACCEPTED, *REFUSED, *SWITCHED, *DETAILS))
+KNOWN: frozenset[str] = frozenset((*HONOURED, *PARAMS, *ALIASES, *ACCEPTED, *REFUSED, *SWITCHED))
 SECTIONS: frozenset[str] = frozenset(
     path[:end] for path in KNOWN for end, character in enumerate(path) if character == "."
 )

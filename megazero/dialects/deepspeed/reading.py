@@ -30,7 +30,6 @@ from megazero.config.values import (
 from megazero.dialects.deepspeed.keys import (
     ACCEPTED,
     ALIASES,
-    DETAILS,
     HONOURED,
     KNOWN,
     PARAMS,
@@ -179,7 +178,7 @@ def _walk(file: ParsedFile, location: Location, section: str, content: Mapping[s
             _take_switched(file, where, path, value)
         elif str(name).startswith(_COMMENTS):
             file.diagnostics.notices.append(f"{where}: accepted, without effect: a comment")
-        elif path not in DETAILS:
+        else:
             file.diagnostics.problems.append(_unknown(where, section, str(name), value))
 
 

@@ -28,7 +28,16 @@ from megazero.config.engine_sections import SETTINGS, ActivationConfig, Precisio
 from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.config.values import Diagnostics, Location, ParsedValue, RawValue, as_boolean, shown
-from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, AUTOCAST, BATCH_KEYS, HONOURED, PRECISION_KEYS, ZERO_KEYS
+from megazero.dialects.deepspeed.keys import (
+    ACTIVATION_KEYS,
+    AUTOCAST,
+    BATCH_KEYS,
+    HONOURED,
+    OLD_OFFLOAD,
+    PIN_KEYS,
+    PRECISION_KEYS,
+    ZERO_KEYS,
+)
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.errors import Problem
 from megazero.rules import moot
@@ -123,7 +132,37 @@ def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = F
     wide = file.written(_ACCUMULATION_KEY)
     if wide is not None and wide.value == "fp32":
         translation.write(_ACCUMULATION, True, wide.source)
+    _translate_offloading(translation)
     return translation
+
+
+def _translate_offloading(translation: Translation) -> None:
+    """Translate the old keys of offloading, and those by which its host memory is pinned."""
+    file = translation.file
+    for path, setting in OLD_OFFLOAD.items():
+        old, new = file.written(path), file.written(ZERO_KEYS[setting])
+        if old is None:
+            continue
+        value = "cpu" if old.value else "none"
+        if new is not None and new.value != value:
+            rule = f"both set the home of {setting.removeprefix('offload_')} states, to different values"
+            file.diagnostics.problems.append(Problem(f"{old.source} and {new.source}", rule, "one of the two"))
+        elif old.value:
+            translation.write(setting, value, old.source)
+    pins = [pin for path in PIN_KEYS if (pin := file.written(path)) is not None and _moves(file, path)]
+    if len({pin.value for pin in pins}) > 1:
+        given = " and ".join(pin.source for pin in pins)
+        rule = "host memory is pinned for all that is offloaded, or for none of it"
+        file.diagnostics.problems.append(Problem(given, rule, "the same value in both sections"))
+    elif pins:
+        translation.write("offload_pin_memory", pins[0].value, pins[0].source)
+
+
+def _moves(file: ParsedFile, path: str) -> bool:
+    """Return True if the file offloads what the section of a key is about; an old key is about all of it."""
+    section = path.rpartition(".")[0]
+    devices = [file.written(key) for key in (*OLD_OFFLOAD, f"{section}.device") if key in HONOURED]
+    return any(device is not None and device.value not in (False, "none") for device in devices)
 
 
 def _translate_key(translation: Translation, setting: str, path: str) -> None:

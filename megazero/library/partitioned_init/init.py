@@ -45,6 +45,7 @@ from megazero.library.adopted.mesh import find_groups
 from megazero.library.config import EngineConfig, load_engine_config
 from megazero.library.partitioned_init.constructors import ConstructorCalls, innermost, is_running, under_construction
 from megazero.library.partitioned_init.parameters import GATHERED, SlicedParameter, WholeParameters
+from megazero.memory.homes import DeviceHome, HostHome, StateHome
 from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.gathered import raise_changes
 from megazero.zero.guard import attach_handle, detach_handle, handle_of
@@ -82,7 +83,9 @@ class Init:
     tensor_overrides: the words, or DeepSpeed's enum members, "dtype" and "device"; both are the default.  Without
     "dtype" parameters and buffers keep the format they were made in, without "device" buffers stay where they are.
     mem_efficient_linear: accepted without effect; the engine gathers weights for backward in any case.
-    remote_device, pin_memory, param_swapper, zero_param_parallel_group, zero_quantized_*: refused, not implemented.
+    remote_device: "cpu" keeps this rank's slices in host memory until an engine takes them over; its configuration says
+    where they live then (offload_param).  pin_memory: whether a GPU copies to and from it beside its computation.
+    param_swapper, zero_param_parallel_group, zero_quantized_*: refused, not implemented.
     """
 
     module: nn.Module | None = None
@@ -117,6 +120,10 @@ class Init:
             raise_problems(ConfigError, _problems(self))
             self._read_config()
             self._communicator, self._device = _communicator_of(self, self._limits)
+            is_away = self.remote_device == "cpu"
+            self._home: StateHome = (
+                HostHome(self._device, is_pinned=self.pin_memory) if is_away else DeviceHome(self._device)
+            )
             self._whole = WholeParameters(self._communicator, self._device, self._on_release)
             if self.module is not None:
                 module, self.module = self.module, None
@@ -281,7 +288,7 @@ class Init:
         if handle is None:
             if not _has_values(parameter):
                 return
-            sliced = SlicedParameter("", parameter, self._communicator, self._device)
+            sliced = SlicedParameter("", parameter, self._communicator, self._device, self._home)
             self._attach(sliced, f"{type(module).__name__}.{name}")
             self._whole.add_new(sliced, parameter, module)
         elif isinstance(handle.owner, Init) and (handle.owner is self or not handle.owner._hooks):
@@ -377,10 +384,13 @@ def _innermost_init() -> Init | None:
 
 def _problems(init: Init) -> Iterator[Problem]:
     """Yield a problem for every argument that is not implemented, or contradicts another one."""
-    if init.remote_device not in (None, "none"):
-        rule = "parameters stay on the device that computes with them"
-        yield Problem(f"Init(remote_device={init.remote_device!r})", rule, "leave remote_device out")
-    for name in ("pin_memory", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+    if init.remote_device not in (None, "none", "cpu"):
+        rule = "slices of parameters live on the device that computes with them, or in host memory"
+        yield Problem(f"Init(remote_device={init.remote_device!r})", rule, 'remote_device="cpu", or leave it out')
+    if init.pin_memory and init.remote_device in (None, "none"):
+        rule = "memory is pinned of slices that live in host memory"
+        yield Problem("Init(pin_memory=True)", rule, 'Init(remote_device="cpu", pin_memory=True)')
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(init, name):
             yield Problem(f"Init({name}=True)", "gathers carry parameters as they are", f"{name}=False")
     for name in ("zero_param_parallel_group", "param_swapper"):

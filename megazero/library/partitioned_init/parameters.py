@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megazero.comm.interface import Communicator
 from megazero.errors import Problem, UsageError, raise_problems
+from megazero.memory.homes import StateHome
 from megazero.zero.guard import guard, unguard
 
 GATHERED = "with megazero.zero.GatheredParameters([parameter], modifier_rank=0): ..."
@@ -27,12 +28,15 @@ _GATHERED_NUMEL = 1 << 22
 class SlicedParameter:
     """A parameter with this rank's slice of it; it changes between being whole and being this slice only."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, communicator: Communicator, device: torch.device) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, communicator: Communicator, device: torch.device, home: StateHome
+    ) -> None:
+        """device: that of the whole parameter.  home: that of the slice."""
         self.name = name
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.pins = 0  # the number of blocks that need it whole
         self.as_gathered: Tensor | None = None  # its bytes when the innermost of these blocks began, where checked
-        self._communicator, self._device = communicator, device
+        self._communicator, self._device, self._home = communicator, device, home
         self._parameter = weakref.ref(parameter)
         self._slice: Tensor | None = None
         self._shape = parameter.shape
@@ -62,8 +66,8 @@ class SlicedParameter:
             parameter.data = values
         size = -(-flat.numel() // self._communicator.size)
         mine = flat[self._communicator.rank * size :][:size]
-        self._slice = flat.new_zeros(size)
-        self._slice[: mine.numel()].copy_(mine)
+        self._slice = self._home.zeros(size, flat.dtype)
+        self._home.store(self._slice[: mine.numel()], mine).finish()
         self._shape = parameter.shape
 
     def release(self, *, just_partitioned: bool = False) -> None:
@@ -78,7 +82,8 @@ class SlicedParameter:
         if is_unchanged and (just_partitioned or not has_alias(parameter)) and parameter.untyped_storage().resizable():
             parameter.untyped_storage().resize_(0)
         else:
-            parameter.data = self._slice.new_empty(0)  # free the memory before the next line allocates as much
+            # The memory is freed before the next line allocates as much.
+            parameter.data = torch.empty(0, dtype=self._slice.dtype, device=self._device)
             hollow = torch.empty(self._shape, dtype=self._slice.dtype, device=self._device)
             hollow.untyped_storage().resize_(0)
             parameter.data = hollow
@@ -87,13 +92,15 @@ class SlicedParameter:
     def values(self) -> Tensor:
         """Return all values of a released parameter, [numel], gathered from all ranks in pieces of their slices."""
         assert self._slice is not None, "a parameter is partitioned before it is gathered"
-        whole = self._slice.new_empty(self._shape.numel())
+        whole = torch.empty(self._shape.numel(), dtype=self._slice.dtype, device=self._device)
         ranks, numel = self._communicator.size, self._slice.numel()
         step = min(max(_GATHERED_NUMEL // ranks, 1), numel)
         buffer = whole.new_empty(ranks * step)
         for start in range(0, numel, step):
-            mine = self._slice[start : start + step]
-            pieces = buffer[: ranks * mine.numel()]
+            at_home = self._slice[start : start + step]
+            pieces = buffer[: ranks * at_home.numel()]
+            mine, arrival = self._home.bring(at_home, pieces.view(ranks, -1)[self._communicator.rank])
+            arrival.wait()
             self._communicator.all_gather_into(pieces, mine).wait()
             for rank, piece in enumerate(pieces.view(ranks, -1)):
                 target = whole[rank * numel + start :][: mine.numel()]
@@ -113,7 +120,8 @@ class SlicedParameter:
     def convert(self, dtype: torch.dtype) -> None:
         """Convert a released floating-point parameter to another number format."""
         if self._slice is not None and self._slice.is_floating_point() and self._slice.dtype != dtype:
-            self._slice = self._slice.to(dtype)
+            before, self._slice = self._slice, self._home.zeros(self._slice.numel(), dtype)
+            self._slice.copy_(before)
             self.release()
 
 

@@ -9,7 +9,6 @@ from megazero.dialects.deepspeed.keys import (
     ACCEPTED,
     ACTIVATION_KEYS,
     ALIASES,
-    DETAILS,
     HONOURED,
     KNOWN,
     PARAMS,
@@ -75,6 +74,9 @@ OTHERS = {
     ),
     "zero_optimization.leaf_module.names": (),
     "zero_optimization.leaf_module.name_suffixes": (),
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_optimizer.ratio": 1.0,
+    "zero_optimization.offload_param.device": "none",
     "fp16.enabled": False,
     "fp16.loss_scale": 0.0,
     "fp16.initial_scale_power": 16,
@@ -96,7 +98,7 @@ OTHERS = {
 
 
 def test_a_key_stands_in_one_table() -> None:
-    tables = [HONOURED, PARAMS, ALIASES, ACCEPTED, REFUSED, SWITCHED, DETAILS]
+    tables = [HONOURED, PARAMS, ALIASES, ACCEPTED, REFUSED, SWITCHED]
     assert sum(len(table) for table in tables) == len(KNOWN)
     assert not SECTIONS & {*HONOURED, *ACCEPTED, *SWITCHED}
 
@@ -114,9 +116,14 @@ def test_absent_keys_have_deepspeeds_defaults() -> None:
 
 
 def test_every_setting_of_zero_has_its_key() -> None:
-    """Every setting has a key but one for pipelines, which DeepSpeed does not combine with partitioned parameters."""
+    """Every setting has a key but one for pipelines, which DeepSpeed does not combine with partitioned parameters.
+
+    Pinning has several keys.
+    """
     fields = {field.name for field in dataclasses.fields(ZeroConfig)}
-    assert set(ZERO_KEYS) == fields - {"zero3_reshard_after"} and all(path in HONOURED for path in ZERO_KEYS.values())
+    assert set(ZERO_KEYS) == fields - {"zero3_reshard_after", "offload_pin_memory"} and all(
+        path in HONOURED for path in ZERO_KEYS.values()
+    )
 
 
 def test_settings_of_activations_have_their_keys() -> None:

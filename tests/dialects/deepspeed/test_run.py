@@ -339,7 +339,7 @@ def test_a_broken_size_is_reported_once() -> None:
 
 def test_all_findings_come_together() -> None:
     content = {
-        "zero_optimization": {"stage": 5, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {"stage": 5, "offload_optimizer": {"device": "tape"}},
         "optimizer": {"type": "Lamb"},
         "bf16": {"enabled": True},
         "tensorboard": {"enabled": True},
@@ -411,7 +411,7 @@ def test_automatic_keys_report_what_they_became() -> None:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "fp16": {"enabled": "auto", "loss_scale": "auto", "initial_scale_power": "auto"},
-        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto", "cpu_offload": "auto"},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto", "legacy_stage1": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "torch_adam": "auto"}},
         "scheduler": {
             "type": "WarmupDecayLR",
@@ -425,7 +425,7 @@ def test_automatic_keys_report_what_they_became() -> None:
         " activation_checkpointing: left out",
         'ds.json: fp16: "auto" became enabled: true, loss_scale: 0, initial_scale_power: 12',
         'ds.json: zero_optimization: "auto" became stage3_prefetch_bucket_size: as many as the largest unit has,'
-        " cpu_offload: left out",
+        " legacy_stage1: left out",
         'ds.json: optimizer.params: "auto" became lr: 0.001, betas: [0.9, 0.999], torch_adam: megazero\'s own',
         'ds.json: scheduler.params: "auto" became total_num_steps: 100, warmup_num_steps: 0',
     ]

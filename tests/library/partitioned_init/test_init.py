@@ -384,7 +384,7 @@ def test_overrides_of_tensors() -> None:
 @each(
     ("arguments", "named"),
     [
-        ({"remote_device": "cpu"}, "remote_device"),
+        ({"remote_device": "nvme"}, "remote_device"),
         ({"pin_memory": True}, "pin_memory"),
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights"),

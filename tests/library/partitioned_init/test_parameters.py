@@ -4,12 +4,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.late_copies import late_copies
 from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 
 from megazero.comm.local import LocalCommunicator
 from megazero.library.partitioned_init import parameters as init_parameters
 from megazero.library.partitioned_init.parameters import SlicedParameter, address, has_alias
+from megazero.memory.homes import DeviceHome, HostHome
 from megazero.zero.guard import Owner, PartitionedParameter, attach_handle
 
 CPU = torch.device("cpu")
@@ -24,14 +26,19 @@ def parameter_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Pa
 SHAPES = [(), (1,), (2,), (7,), (3, 4), (5, 1, 7)]
 
 
-def through_slices(rank: int, source: int, gathered_numel: int) -> list[tuple[int, bool]]:
-    """Return, for each shape, the bytes that the rank keeps, and whether all values came back as on the source rank."""
+def through_slices(rank: int, source: int, gathered_numel: int, is_away: bool) -> list[tuple[int, bool]]:
+    """Return, for each shape, the bytes that the rank keeps, and whether all values came back as on the source rank.
+
+    is_away: whether slices live in host memory, to and from which copies are late.
+    """
     found, communicator = [], mesh_in_worker(rank, dp=3).gathering
+    with late_copies():
+        home = HostHome(CPU) if is_away else DeviceHome(CPU)
     with patch.object(init_parameters, "_GATHERED_NUMEL", gathered_numel):
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             for shape in SHAPES:
                 parameter = parameter_of(rank, shape, dtype)
-                sliced = SlicedParameter("p", parameter, communicator, CPU)
+                sliced = SlicedParameter("p", parameter, communicator, CPU, home)
                 attach_handle(parameter, "p", _Nobody())
                 sliced.partition(source)
                 sliced.release()
@@ -46,16 +53,16 @@ def through_slices(rank: int, source: int, gathered_numel: int) -> list[tuple[in
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("source", "gathered_numel"), [(0, 1 << 22), (2, 4), (1, 1)])
-def test_what_is_kept_comes_back(source: int, gathered_numel: int) -> None:
+@pytest.mark.parametrize(("source", "gathered_numel", "is_away"), [(0, 1 << 22, False), (2, 4, True), (1, 1, True)])
+def test_what_is_kept_comes_back(source: int, gathered_numel: int, is_away: bool) -> None:
     sizes = [-(-torch.Size(shape).numel() // 3) for shape in SHAPES] * 3
-    for found in run_ranks(3, through_slices, source, gathered_numel):
+    for found in run_ranks(3, through_slices, source, gathered_numel, is_away):
         assert found == [(size, True) for size in sizes]
 
 
 def alone(parameter: nn.Parameter) -> SlicedParameter:
     attach_handle(parameter, "p", _Nobody())
-    return SlicedParameter("p", parameter, LocalCommunicator(), CPU)
+    return SlicedParameter("p", parameter, LocalCommunicator(), CPU, DeviceHome(CPU))
 
 
 def test_memory_that_others_use_is_theirs() -> None:
@@ -87,7 +94,7 @@ def test_odd_memory() -> None:
 
 def test_a_parameter_is_not_kept_alive() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    sliced = SlicedParameter("p", parameter, LocalCommunicator(), CPU)
+    sliced = SlicedParameter("p", parameter, LocalCommunicator(), CPU, DeviceHome(CPU))
     assert sliced.is_alive
     del parameter
     assert not sliced.is_alive

@@ -1,0 +1,37 @@
+"""Tests the estimate of what offloading costs a step."""
+
+import torch
+
+from megazero.report.offload_price import OffloadPrice, estimate_price
+from megazero.zero.plan import HostTraffic
+
+CPU = torch.device("cpu")
+
+
+def price(copy: float, update: float, compute: float) -> OffloadPrice:
+    return OffloadPrice(HostTraffic(3 << 20, 1 << 20), 2_000_000, copy, update, compute)
+
+
+def test_a_step_takes_the_longer_of_copies_and_work() -> None:
+    assert [price(*seconds).step_seconds for seconds in ((5, 1, 2), (1, 3, 2), (1, 2, 3))] == [5, 5, 5]
+    names = [price(*seconds).binding for seconds in ((5, 1, 2), (1, 3, 2), (1, 2, 3))]
+    assert names == ["the link to host memory", "the host's update", "the computation"]
+
+
+def test_a_line_says_the_price_and_a_second_one_warns() -> None:
+    (line,) = price(0.01, 0.004, 0.008).lines()
+    assert line == (
+        "offloading, a step of this rank: 3.0 MiB to host memory and 1.0 MiB back, 10.0 ms; 2,000,000 elements updated"
+        " by the host, 4.0 ms; computation, 8.0 ms | at least 12.0 ms a step: the computation binds"
+    )
+    assert price(0.03, 0.0, 0.01).lines()[1:] == []
+    (warning,) = price(0.0301, 0.0, 0.01).lines()[1:]
+    assert warning.startswith("warning:") and "3.0 times" in warning and "the link" in warning
+
+
+def test_rates_are_measured() -> None:
+    traffic = HostTraffic(1 << 20, 1 << 19)
+    found = estimate_price(traffic, updated=100_000, flops=1e8, dtype=torch.float32, device=CPU)
+    assert min(found.copy_seconds, found.update_seconds, found.compute_seconds) > 0
+    doubled = estimate_price(traffic, updated=0, flops=0, dtype=torch.bfloat16, device=CPU)
+    assert doubled.update_seconds == doubled.compute_seconds == 0 < doubled.copy_seconds
