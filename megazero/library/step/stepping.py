@@ -230,7 +230,7 @@ class Stepper:
             self._num_steps += 1
             index = reduced.first_overflow.to(update.skipped.dtype)
             self._figures = HostCopy([update.skipped, index, update.grad_norm])
-            self._records.end_step()
+        self._records.end_step()
         self.rates.advance()
         fault = self._read_fault(stops) if self._device.type == "cpu" else None
         return fault or StepOutcome(update.grad_norm, stops, applied=True)
