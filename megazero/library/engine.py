@@ -290,6 +290,7 @@ class DataParallelEngine:
         accumulation = samples // (micro * ranks)
         self._batch = replace(self._batch, train=samples, accumulation=accumulation)
         self._passes.accumulation = self._stepper.accumulation = accumulation
+        self._stepper.rates.samples_per_step = samples
         self._passes.reset()
 
     def train(self, mode: bool = True) -> Self:

@@ -92,7 +92,7 @@ def initialize(
     trains = optimizer is not None or settings.optimizer is not None
     frozen = freeze_untrained(model, trains=trains)
     chosen = choose(optimizer, settings.optimizer, model)
-    rates = LearningRates(chosen.groups, settings.scheduler)
+    rates = LearningRates(chosen.groups, settings.scheduler, samples_per_step=batch.train, decoupled=chosen.decoupled)
     if mesh.world.rank == 0:
         for notice in rates.notices():
             warnings.warn(notice, stacklevel=2)

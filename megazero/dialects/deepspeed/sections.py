@@ -396,7 +396,7 @@ def scheduler_of(file: ParsedFile, lr: float | None) -> SchedulerChoice | None:
             problem = Problem(f"{location.key('type')} is missing", "a schedule has a name", 'type: "WarmupLR"')
             file.diagnostics.problems.append(problem)
         return None
-    choice = choose_scheduler(location, key.value, params, file.diagnostics, lr=lr)
+    choice = choose_scheduler(location, key.value, params, file.diagnostics, lr=lr, in_library=True)
     note_second_beta(file, choice)
     return choice
 
