@@ -763,7 +763,7 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"use_pytorch_profiler": True},
     ),
     Row(
-        ("log_optimizer_states_to_tensorboard", "log_timers_to_tensorboard"),
+        ("log_optimizer_states_to_tensorboard", "log_timers_to_tensorboard", "log_layer_grad_norms"),
         lambda c: (
             ""
             if c.logging.metrics_file or derived.tracks_scalars(c)

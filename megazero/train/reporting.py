@@ -53,6 +53,7 @@ def _statistics(config: RunConfig) -> StatisticsChoice:
         params_norm=logging.log_params_norm,
         num_zeros=logging.log_num_zeros_in_grad,
         optimizer_states=logging.log_optimizer_states_to_tensorboard and _has_readers(config),
+        layer_grad_norms=logging.log_layer_grad_norms and _has_readers(config),
     )
 
 

@@ -121,13 +121,15 @@ def test_a_step_of_1024_ranks_in_three_dimensions(
 
 
 def test_every_statistic_is_one_small_message_at_a_log_interval(figures: dict[Any, dict[str, Any]]) -> None:
-    """Norms of parameters and moments and the zeros of the gradient are one all-gather of 17 numbers, the times of all
+    """Norms of parameters and moments and the zeros of the gradient and its norm
+    in every layer are one all-gather of 17 numbers and one a layer, the times of all
     parts one row for rank 0; the step itself sends what it sends without them, and so do steps between intervals.
     """
     quiet, timed = figures[TIMED], figures["timed"]
     assert timed["messages"] == quiet["messages"] != {}
-    rows = {"world all_gather": [1, (DP * TP - 1) * 17 * 8]}
-    assert timed["statistics"] == rows and all(each["statistics"] == rows for each in figures.values())
+    for case, each in figures.items():  # every rank of a pipeline has a place for the layers of all stages
+        assert each["layers"] == 3 + (8 if case in PIPELINES else 3), "embeddings, final norm, and blocks"
+        assert each["statistics"] == {"world all_gather": [1, (DP * TP - 1) * (17 + each["layers"]) * 8]}
     assert timed["parts"] == len(PARTS)
     assert timed["times"] == [{}, {"world send": [1, 8 * len(PARTS)]}]
     assert quiet["times"] == [{}, {}]

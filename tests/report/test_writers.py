@@ -174,7 +174,7 @@ def test_the_docs_name_every_tag(tmp_path: Path) -> None:
     device = {"reserved_peak": 3000, "beyond_allocator": 500}
     rank = RankMetrics(1000, {"parameters": 4}, {}, ledger=ledger, device_memory_bytes=device)
     writer = tensorboard_writer(tmp_path, world_size=2, **dict.fromkeys(flags, True))
-    statistics = {"params_norm": 1.0, "num_zeros": 2.0, "variance_l1": 3.0}
+    statistics = {"params_norm": 1.0, "num_zeros": 2.0, "variance_l1": 3.0, "grad_norm.layers.0": 4.0}
     first = step(1, part_times=TIMES, mfu=0.4, pipeline_idle_share=0.1, statistics=statistics)
     writer.step(first, [rank])
     for split in ("validation", "test"):

@@ -239,6 +239,7 @@ RUN_CASES = (
         {"profile": True},
     ),
     Case("memory_snapshot_path", "m.pickle", NOTICE, {}, {"profile": True, "record_memory_history": True}),
+    Case("log_layer_grad_norms", True, ERROR, {}, {"metrics_file": "m.jsonl"}),
     Case("log_optimizer_states_to_tensorboard", True, NOTICE, {}, {"metrics_file": "m.jsonl"}),
     Case(
         "log_validation_ppl_to_tensorboard",

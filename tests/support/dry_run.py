@@ -28,7 +28,7 @@ from megazero.report.timing_report import TimingReport
 from megazero.timers import Timers, Timings, parts_of
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
-from megazero.zero.statistics import EVERY_STATISTIC, take_statistics
+from megazero.zero.statistics import EVERY_STATISTIC, layers_of, take_statistics
 
 SEQUENCE = 256
 
@@ -67,7 +67,7 @@ def step(
         training_step(step_context(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
         messages, comm_bytes = messages_of(mesh.meter), mesh.meter.bytes_by_axis()
         mesh.meter.reset()
-        take_statistics(core.engine, EVERY_STATISTIC)
+        take_statistics(core.engine, EVERY_STATISTIC._replace(layer_grad_norms=True))
         statistics = messages_of(mesh.meter)
         core.engine.close()
     times = times_of(mesh, core.timers)
@@ -79,6 +79,7 @@ def step(
         "messages": messages,
         "statistics": statistics,
         "times": times,
+        "layers": len(layers_of(core.engine)),
         "parts": len(parts_of(core.timers.level)),
         "num_buffers": buffers.num_buffers,
         "units": {section.unit: section.numel for section in core.engine.layout.sections},
