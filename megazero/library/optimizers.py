@@ -74,6 +74,13 @@ def choose(
     if given is None:
         assert choice is not None, "parameters are frozen where nothing updates them"
         return _configured(choice, model)
+    if choice is not None and choice.decoupled_lr is not None:
+        problem = Problem(
+            f"optimizer.decoupled_lr: {choice.decoupled_lr:g} beside initialize(optimizer=...)",
+            "an optimizer that is given has its own param groups",
+            "a param group with that lr",
+        )
+        raise ConfigError(problem)
     template = given(_trainable(model)) if callable(given) and not isinstance(given, Optimizer) else given
     _check_is_for(template, model)
     return _with_groups(Elementwise(TorchOptimizer(template)))

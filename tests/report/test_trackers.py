@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.small_runs import train_run
+import torch
+from support.small_runs import tiny_run, train_run
 
+import megazero
 from megazero.config.engine_sections import ReportConfig
+from megazero.errors import ConfigError
+from megazero.parallel.launch import Launch
 from megazero.report.metrics import StepPicture
 from megazero.report.trackers import Tolerated, flattened, open_trackers
 from megazero.rules.trackers import missing_packages
+from megazero.train.check import check
 
 STEPS = 3
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 4 4"><rect width="2" height="2"/></svg>'
@@ -83,6 +88,18 @@ def test_a_missing_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
         ("mlflow_experiment is e", "pip install 'megazero[mlflow]'"),
     ]
     assert list(missing_packages(ReportConfig(), lambda name, value: name)) == []
+
+
+@pytest.mark.parametrize("door", ["run", "library"])
+def test_it_is_found_before_processes_meet(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megazero.rules.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("megazero.library.initialize.mesh_and_buffers", lambda *arguments: pytest.fail("ranks meet"))
+    with pytest.raises(ConfigError, match="needs the package wandb"):
+        if door == "run":
+            check(tiny_run(mock_data=True, wandb_project="p"), Launch(0, 1, 0))
+        else:
+            foreign = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "wandb": {"enabled": True}}
+            megazero.initialize(torch.nn.Linear(1, 1), foreign)
 
 
 def test_without_a_name_no_tracker_is_opened(tmp_path: Path) -> None:
@@ -177,10 +194,6 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_the_library_tracks_its_steps(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(package)
-    import torch
-
-    import megazero
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     if package == "wandb":
