@@ -67,6 +67,8 @@ setup(
     ],
     extras_require={
         "corpora": CORPORA,
+        "mlflow": ["mlflow-skinny>=3.0", "sqlalchemy>=2.0", "alembic>=1.13"],  # the others for its database
+        "wandb": ["wandb>=0.19"],
         "ray": ["ray[train]>=2.60"],  # for megazero/train/on_ray.py
         "test": [
             *CORPORA,

@@ -7,33 +7,47 @@ The tables are `optimizers.py` and `schedules.py`; a choice is one of their rows
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from pydantic.dataclasses import dataclass
 
 from megazero.config.fields import STRICT, FieldInfo
 from megazero.config.optimizers import IMPLEMENTATION, LR, OPTIMIZERS, REFUSED_OPTIMIZERS
-from megazero.config.schedules import RATE_SETTINGS, SCHEDULES
+from megazero.config.schedules import LIBRARY_PARAMS, RATE_SETTINGS, SCHEDULES, TOKENS_PER_SAMPLE, UNITS, Unit
 from megazero.config.values import Diagnostics, InvalidValue, Location, as_number, coerce, unknown, violation
 from megazero.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerChoice:
-    """A class of torch.optim by name, its learning rate, and its other arguments as torch names them."""
+    """A class of torch.optim by name, its learning rate, and its other arguments as torch names them.
+
+    decoupled_lr: the learning rate of `decoupled_parameters`, names as those of `keep_in_fp32`; None: there are none.
+    """
 
     type: str = "AdamW"
     lr: float = 1e-3
     params: Mapping[str, Any] = field(default_factory=dict)
+    decoupled_lr: float | None = None
+    decoupled_parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SchedulerChoice:
-    """A learning-rate schedule by name; `params` hold a value for every parameter, by default the table's."""
+    """A learning-rate schedule by name; `params` hold a value for every parameter, by default the table's.
+
+    unit: what all lengths count, "iters", "samples" or "tokens".  tokens_per_sample: where they count tokens.
+    weight_decay: "start", "end", "style" and "length" of an increase; empty if weight decay is constant.
+    decoupled_min_lr: the least rate of parameters whose rate is decoupled; None: that of the others.
+    """
 
     type: str
     params: Mapping[str, Any] = field(default_factory=dict)
+    unit: Unit = "iters"
+    tokens_per_sample: int = 1
+    weight_decay: Mapping[str, Any] = field(default_factory=dict)
+    decoupled_min_lr: float | None = None
 
 
 # The value that means "take the default", wherever a value may stand.
@@ -87,11 +101,13 @@ def choose_scheduler(
     *,
     lr: float | None,
     may_be_auto: tuple[str, ...] = (),
+    in_library: bool = False,
 ) -> SchedulerChoice | None:
     """Return the schedule `name` with `params`, or None if there is no such schedule; problems go to `diagnostics`.
 
     lr: the optimizer's learning rate, which an automatic peak takes; None if it is not determined yet.
     may_be_auto: parameters without a default that the caller computes itself; where they are "auto" they are left out.
+    in_library: True if the schedules of a run also take lengths in samples or tokens, and `LIBRARY_PARAMS`.
     """
     entry = known_type(location.key("type"), name, SCHEDULES, {})
     if isinstance(entry, Problem):
@@ -99,6 +115,11 @@ def choose_scheduler(
         return None
     table, where = SCHEDULES[entry], location.key("params")
     params = dict(params)
+    unit = UNITS[0]
+    if in_library and "lr_warmup_iters" in table:
+        unit = next((unit for unit in UNITS[1:] if any(str(name).endswith(f"_{unit}") for name in params)), unit)
+        table = {**table, **LIBRARY_PARAMS, **({TOKENS_PER_SAMPLE.name: TOKENS_PER_SAMPLE} if unit == "tokens" else {})}
+        table = {spelt: replace(info, name=spelt) for info in table.values() for spelt in (_in_unit(info.name, unit),)}
     start = params.pop("last_batch_iteration", -1)
     if start not in (-1, AUTO):
         given = where.key("last_batch_iteration").quote(start)
@@ -116,8 +137,49 @@ def choose_scheduler(
         if info.required and (key not in params or (params[key] == AUTO and key not in may_be_auto))
     )
     values |= read_params(where, table, params, diagnostics)
-    diagnostics.problems.extend(_schedule_conflicts(where, values))
-    return SchedulerChoice(type=entry, params=values)
+    values = {name.replace(f"_{unit}", "_iters"): value for name, value in values.items()}
+    conflicts = [*_schedule_conflicts(where, values), *_increase_conflicts(where, values)]
+    diagnostics.problems.extend(
+        Problem(*(_in_unit(part, unit) for part in (each.given, each.rule, each.legal))) for each in conflicts
+    )
+    increase = {
+        "style": values.pop("weight_decay_incr_style", "constant"),
+        "start": values.pop("start_weight_decay", None),
+        "end": values.pop("end_weight_decay", None),
+        "length": values.pop("weight_decay_incr_iters", None),
+    }
+    return SchedulerChoice(
+        type=entry,
+        unit=unit,
+        tokens_per_sample=values.pop(TOKENS_PER_SAMPLE.name, 1),
+        decoupled_min_lr=values.pop("decoupled_min_lr", None),
+        weight_decay={} if increase["style"] == "constant" else increase,
+        params=values,
+    )
+
+
+def _in_unit(text: str, unit: str) -> str:
+    """Return a text in which the names of lengths end as those of a unit do."""
+    return text.replace("_iters", f"_{unit}")
+
+
+def _increase_conflicts(location: Location, values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each part that an increase of weight decay lacks, or has without one; or for a fall."""
+    parts = {name: values.get(name) for name in ("start_weight_decay", "end_weight_decay", "weight_decay_incr_iters")}
+    if values.get("weight_decay_incr_style", "constant") == "constant":
+        for name, value in parts.items():
+            if value is not None:
+                rule = "weight decay is constant without a style of its increase"
+                yield Problem(location.key(name).quote(value), rule, 'weight_decay_incr_style: "linear"')
+        return
+    for name, value in parts.items():
+        if value is None:
+            rule = "an increase of weight decay has two ends and a length"
+            yield Problem(f"{location.key(name)} is missing", rule, f"{name}: {100000 if 'iters' in name else 0.1}")
+    start, end = parts["start_weight_decay"], parts["end_weight_decay"]
+    if start is not None and end is not None and start > end:
+        given = f"{location.key('start_weight_decay').quote(start)} with end_weight_decay: {end:g}"
+        yield Problem(given, "weight decay increases", f"start_weight_decay: 0 to {end:g}")
 
 
 def _schedule_conflicts(location: Location, values: Mapping[str, Any]) -> Iterator[Problem]:

@@ -89,6 +89,11 @@ def tensorboard_dir(config: RunConfig) -> Path | None:
     return save / "tensorboard" if given is None and save is not None and config.logging.tensorboard else given
 
 
+def tracks_scalars(config: RunConfig) -> bool:
+    """Return True if figures go to TensorBoard or to another tracker."""
+    return tensorboard_dir(config) is not None or config.reports.tracks
+
+
 def profile_folder(config: RunConfig) -> Path | None:
     """Return the folder for traces of torch's profiler; None where nothing is written for TensorBoard nor saved."""
     parent = tensorboard_dir(config) or config.checkpoint.save

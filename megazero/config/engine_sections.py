@@ -2,6 +2,7 @@
 limits, reports."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -432,6 +433,34 @@ class ReportConfig:
     timing_log_option: Literal["max", "minmax", "all"] = setting(
         "minmax", help="which ranks' times are shown of a part: the slowest's; also the fastest's; or all of them"
     )
+    wandb_project: str | None = setting(
+        None, help="Weights & Biases: the project that the figures go to; without it, nothing is written there"
+    )
+    wandb_exp_name: str | None = setting(
+        None, help="Weights & Biases: the name of the run; without it, one that is made up there"
+    )
+    wandb_entity: str | None = setting(
+        None, help="Weights & Biases: the user or team that the project belongs to; without it, the user's default"
+    )
+    wandb_group: str | None = setting(None, help="Weights & Biases: a name for runs that belong together")
+    wandb_save_dir: Path | None = setting(
+        None, help="Weights & Biases: folder whose wandb/ gets its files; without it, the folder for checkpoints"
+    )
+    mlflow_experiment: str | None = setting(
+        None, help="MLflow: the experiment that the figures go to; without it, nothing is written there"
+    )
+    mlflow_run_name: str | None = setting(
+        None, help="MLflow: the name of the run; without it, one that is made up there"
+    )
+    mlflow_tracking_uri: str | None = setting(
+        None,
+        help="MLflow: the store or server; without it, the database mlflow/mlflow.db below the folder for checkpoints",
+    )
+
+    @property
+    def tracks(self) -> bool:
+        """True if figures go to a tracker of experiments."""
+        return self.wandb_project is not None or self.mlflow_experiment is not None
 
 
 # {section that both doors have: its settings}

@@ -313,6 +313,11 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = setting(
         False, help="report how many elements of the gradient are zero; every log_interval steps"
     )
+    log_layer_grad_norms: bool = setting(
+        False,
+        help="trackers and metrics file: the norm of the gradient in every layer, before clipping; every log_interval"
+        " steps",
+    )
     log_optimizer_states_to_tensorboard: bool = setting(
         False,
         help="TensorBoard and metrics file: l1 and l2 norms and largest elements of the optimizer's variance, its"

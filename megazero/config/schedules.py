@@ -10,6 +10,7 @@ A run chooses one of `RUN_STYLES` by --lr-decay-style.  Two of these are DeepSpe
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
 from megazero.config.fields import FieldInfo, by_name, parameter
 
@@ -71,6 +72,20 @@ SCHEDULES: Mapping[str, Mapping[str, FieldInfo]] = MappingProxyType(
         ),
     }
 )
+
+# What the lengths of Megatron-LM's five may count in the library: their names end so.
+Unit = Literal["iters", "samples", "tokens"]
+UNITS: tuple[Unit, ...] = ("iters", "samples", "tokens")
+# {parameter that these five have in the library besides, with lengths in iterations}: an increase of weight decay, and
+# the least rate of parameters whose rate is decoupled.  A run has settings for all of them.
+LIBRARY_PARAMS: Mapping[str, FieldInfo] = by_name(
+    parameter("weight_decay_incr_style", "str", "constant", choices=("constant", "linear", "cosine")),
+    parameter("start_weight_decay", "float", None, optional=True, ge=0),
+    parameter("end_weight_decay", "float", None, optional=True, ge=0),
+    parameter("weight_decay_incr_iters", "int", None, optional=True, ge=1),
+    parameter("decoupled_min_lr", "float", None, optional=True, ge=0),
+)
+TOKENS_PER_SAMPLE = parameter("tokens_per_sample", "int", None, ge=1)
 
 RUN_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "LRRangeTest", "OneCycle")
 # {style of a run: {parameter of the schedule that is a learning rate: the setting that holds it}}

@@ -67,7 +67,7 @@ _PUBLISHED = (
     " recompute-method recompute-num-layers save-interval sequence-parallel sgd-momentum split"
     " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size timing-log-option tokenizer-model"
     " use-checkpoint-lr-scheduler use-checkpoint-opt-param-scheduler vocab-file weight-decay record-memory-history"
-    " memory-snapshot-path"
+    " memory-snapshot-path wandb-exp-name wandb-entity wandb-save-dir"
 )
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
@@ -341,7 +341,6 @@ _MODEL = "the model is GPT-2: pre-LN, learned positions, tanh GELU, biases, one 
 _CORPUS = "corpora are named by --data-path and --split, or by --train-data-path, --valid-data-path, --test-data-path"
 _SPLIT = "layers are shared out by what embedding and head cost, or as --pipeline-split says"
 _RESUMED = "a finished run, started again with --load, only evaluates"
-_TRACKER = "reports go to the console, --metrics-file and --tensorboard-dir only"
 
 REFUSED: Mapping[str, str] = _rows(
     (
@@ -381,7 +380,6 @@ REFUSED: Mapping[str, str] = _rows(
         ("settings are given anew; a saved run's resolved file can be given as --config", "use-checkpoint-args"),
         ("saving waits until the files are written", "async-save"),
         ("--finetune starts at step 0 with the parameters alone", "reset-iteration no-load-lr-state"),
-        (_TRACKER, "wandb-project wandb-exp-name wandb-entity wandb-save-dir"),
         ("send SIGTERM or SIGUSR1 to a process of the run: it saves and exits", "kill-switch-path"),
         ("kernels are not captured in graphs", "enable-cuda-graph cuda-graph-impl"),
         ("gradients of one global batch are averaged over its tokens", "calculate-per-token-loss"),
@@ -446,7 +444,6 @@ INSTEAD: Mapping[str, str] = _rows(
         ),
         ("--global-batch-size SAMPLES", "gas"),
         ("--zero-stage 3", "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy"),
-        ("--tensorboard", "wandb-project wandb-exp-name wandb-entity wandb-save-dir"),
         ("--recompute-num-layers N", "custom-recompute-layers-per-stage"),
         (
             "--recompute-granularity full --checkpoint-in-cpu",

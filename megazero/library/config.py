@@ -33,7 +33,7 @@ from megazero.config.engine_sections import (
     ReportConfig,
     ZeroConfig,
 )
-from megazero.config.fields import STRICT, FieldInfo
+from megazero.config.fields import STRICT, FieldInfo, by_name, parameter
 from megazero.config.optimizers import LR
 from megazero.config.origin import Origin
 from megazero.config.values import (
@@ -82,6 +82,11 @@ _OWN = MappingProxyType(
         "update_unused_parameters": key("update_unused_parameters", "bool", False),
         "autocast": key("autocast", "str", None, choices=AUTOCAST),
     }
+)
+# Keys of the optimizer's section in megazero's own form, beside type, lr and params.
+_DECOUPLED = by_name(
+    parameter("decoupled_lr", "float", None, optional=True, gt=0),
+    parameter("decoupled_parameters", "list", (), optional=True),
 )
 # {key of megazero's form: DeepSpeed's}
 _RENAMED = MappingProxyType({"buffer_dtype": "data_types.buffer_dtype"})
@@ -210,6 +215,7 @@ def _from_mapping(content: Mapping[str, Any], origin: str) -> EngineConfig:
 def _from_deepspeed(file: ParsedFile) -> EngineConfig:
     parts = engine_parts(file)
     file.diagnostics.problems.extend(_undecidable(parts.activations, file.location()))
+    file.diagnostics.problems.extend(_decoupled_problems(parts.optimizer, parts.scheduler, file.location()))
     paths = {name: name for name in _PLAIN} | dict(_RENAMED)
     plain = {name: file.get(path, _default(name)) for name, path in paths.items()}
     if "gradient_clipping" not in file.values:
@@ -320,14 +326,15 @@ def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> Opti
     section = _mapping(location, value, diagnostics)
     if not section:
         return None
-    names = ("type", "lr", "params")
+    names = ("type", "lr", "params", *_DECOUPLED)
     diagnostics.problems.extend(unknown(location.key(str(n)), section[n], names) for n in section if n not in names)
     params = dict(_mapping(location.key("params"), section.get("params"), diagnostics))
     if "lr" in params:
         quoted = location.key("params").key("lr").quote(params.pop("lr"))
         diagnostics.problems.append(Problem(quoted, "the learning rate stands beside the type", "optimizer.lr"))
     choice = choose_optimizer(location, section.get("type", "AdamW"), params, diagnostics, defaults={})
-    given = _values({"lr": LR}, location, {"lr": section["lr"]} if "lr" in section else {}, diagnostics)
+    infos = {"lr": LR, **_DECOUPLED}
+    given = _values(infos, location, {name: section[name] for name in infos if name in section}, diagnostics)
     return replace(choice, **given)
 
 
@@ -338,7 +345,7 @@ def _scheduler(location: Location, value: Any, diagnostics: Diagnostics, lr: flo
     names = ("type", "params")
     diagnostics.problems.extend(unknown(location.key(str(n)), section[n], names) for n in section if n not in names)
     params = _mapping(location.key("params"), section.get("params"), diagnostics)
-    return choose_scheduler(location, section.get("type"), params, diagnostics, lr=lr)
+    return choose_scheduler(location, section.get("type"), params, diagnostics, lr=lr, in_library=True)
 
 
 def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
@@ -350,6 +357,33 @@ def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
     for problem in (problem for rule in STATE_RULES for problem in rule(parts.zero, parts.precision, spell)):
         yield replace(problem, given=f"{location}: {problem.given}")
     yield from _undecidable(parts.activations, location)
+    yield from _decoupled_problems(parts.optimizer, parts.scheduler, location)
+
+
+def _decoupled_problems(
+    optimizer: OptimizerChoice | None, scheduler: SchedulerChoice | None, location: Location
+) -> Iterator[Problem]:
+    """Yield a problem for each part of a decoupled rate without the others, and for ends above the rate."""
+    rate = None if optimizer is None else optimizer.decoupled_lr
+    names = () if optimizer is None else optimizer.decoupled_parameters
+    section = location.key("optimizer")
+    if names and rate is None:
+        given = section.key("decoupled_parameters").quote(list(names))
+        yield Problem(f"{given} without decoupled_lr", "a decoupled rate has parameters", "decoupled_lr: 0.001")
+    if rate is not None and not names:
+        given = section.key("decoupled_lr").quote(rate)
+        yield Problem(given, "a decoupled rate has parameters", 'decoupled_parameters: ["embedding", "head"]')
+    least = None if scheduler is None else scheduler.decoupled_min_lr
+    if scheduler is None or least is None:
+        return
+    given = location.key("scheduler").key("params").key("decoupled_min_lr").quote(least)
+    if "min_lr" not in scheduler.params:
+        yield Problem(given, f"{scheduler.type} falls to no minimum", "linear, cosine, inverse-square-root, WSD")
+    elif rate is None:
+        yield Problem(given, "no rate is decoupled", "optimizer.decoupled_lr and optimizer.decoupled_parameters")
+    elif rate < least:
+        rule = "a decoupled rate lies above its minimum"
+        yield Problem(f"{given} with decoupled_lr: {rate:g}", rule, f"decoupled_min_lr: 0 to {rate:g}")
 
 
 def _moot(parts: EngineParts, location: Location, plain: Mapping[str, Any]) -> Iterable[Problem]:
@@ -401,10 +435,12 @@ def _checked(config: EngineConfig) -> EngineConfig:
     if optimizer is not None:
         where = location.key("optimizer")
         chosen = choose_optimizer(where, optimizer.type, optimizer.params, diagnostics, defaults={})
-        optimizer = replace(chosen, lr=optimizer.lr)
+        optimizer = replace(chosen, **{name: getattr(optimizer, name) for name in ("lr", *_DECOUPLED)})
     if scheduler is not None:
         where, lr = location.key("scheduler"), None if optimizer is None else optimizer.lr
-        scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=lr)
+        chosen_schedule = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=lr)
+        others = ("unit", "tokens_per_sample", "weight_decay", "decoupled_min_lr")
+        scheduler = chosen_schedule and replace(chosen_schedule, **{name: getattr(scheduler, name) for name in others})
     parts = EngineParts(
         config.zero, config.precision, config.activations, optimizer, scheduler, config.autocast, config.reports
     )

@@ -37,7 +37,7 @@ from megazero.library.state.optimizer import OptimizerState
 from megazero.library.state.save import save_model
 from megazero.library.step.passes import BackwardPasses
 from megazero.library.step.records import StepRecords
-from megazero.library.step.reports import StepReports
+from megazero.library.step.reports import StepFigures, StepReports
 from megazero.library.step.stepping import LearningRates, StepOutcome, Stepper
 from megazero.library.step.times import StepTimes
 from megazero.memory.host_copy import HostCopy
@@ -197,6 +197,7 @@ class DataParallelEngine:
         self.zero_engine.take_written_gradients()
         flight = self.mesh.meter.flight
         flight.activity = "update"
+        lr, loss_scale = next(iter(self.get_lr()), 0.0), self.loss_scale
         with self._passes.discarding():
             self._last = self._stepper.step(stop=stop)
         self._stops.append(HostCopy([self._last.stop]))
@@ -208,7 +209,11 @@ class DataParallelEngine:
         self.skipped_steps += not self._last.applied
         self._passes.reset()
         self._times.end_step(self.global_steps)
-        self._reports.end_step(self.global_steps)
+        self._reports.end_step(
+            StepFigures(
+                self.global_steps, self.global_samples, lr, loss_scale, self._records.losses, self._last.grad_norm
+            )
+        )
         if (fault := self._last.fault) is not None:
             raise TrainingError(fault)
 
@@ -285,6 +290,7 @@ class DataParallelEngine:
         accumulation = samples // (micro * ranks)
         self._batch = replace(self._batch, train=samples, accumulation=accumulation)
         self._passes.accumulation = self._stepper.accumulation = accumulation
+        self._stepper.rates.samples_per_step = samples
         self._passes.reset()
 
     def train(self, mode: bool = True) -> Self:
@@ -452,7 +458,8 @@ class DataParallelEngine:
         return None if self.config.scheduler is None else self._stepper.rates
 
     def close(self) -> None:
-        """Remove all hooks from the module; partitioned parameters remain without values."""
+        """Remove all hooks from the module, and end its reports; partitioned parameters remain without values."""
+        self._reports.close()
         self._passes.close()
         self.zero_engine.close()
 

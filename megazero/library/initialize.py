@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from megazero.activations.assemble import RankParts, recomputation
 from megazero.comm.mesh import Mesh
-from megazero.errors import Problem, UsageError
+from megazero.errors import ConfigError, Problem, UsageError, raise_problems
 from megazero.generators import DefaultGenerators
 from megazero.library.adopted.dtensors import unwrap_dtensors
 from megazero.library.adopted.join import mesh_and_buffers
@@ -38,6 +38,7 @@ from megazero.memory.host import retain_freed_memory
 from megazero.memory.ledger_interface import NullLedger
 from megazero.optim.loss_scaler import LossScaler
 from megazero.rules import moot
+from megazero.rules.trackers import missing_packages
 from megazero.tensor_parallel.float32 import use_tf32
 from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings
@@ -71,6 +72,7 @@ def initialize(
         )
         raise UsageError(Problem(given, "a model is a torch.nn.Module that has been made", "MyModel(...)"))
     settings = load_engine_config(config)
+    raise_problems(ConfigError, missing_packages(settings.reports, lambda name, value: f"reports.{name}: {value}"))
     if optimizer is None:
         settings = without_schedule(settings)
     mesh, buffers = mesh_and_buffers(mesh, settings.limits)
@@ -90,7 +92,7 @@ def initialize(
     trains = optimizer is not None or settings.optimizer is not None
     frozen = freeze_untrained(model, trains=trains)
     chosen = choose(optimizer, settings.optimizer, model)
-    rates = LearningRates(chosen.groups, settings.scheduler)
+    rates = LearningRates(chosen.groups, settings.scheduler, samples_per_step=batch.train, decoupled=chosen.decoupled)
     if mesh.world.rank == 0:
         for notice in rates.notices():
             warnings.warn(notice, stacklevel=2)

@@ -7,9 +7,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megazero.config.choices import OptimizerChoice
-from megazero.errors import ConfigError, Problem, UsageError
+from megazero.errors import ConfigError, Problem, UsageError, raise_problems
+from megazero.library.module.formats import matching
 from megazero.optim.configured import make_optimizer
-from megazero.optim.inner import DECAYED, UNDECAYED, Elementwise, InnerOptimizer
+from megazero.optim.inner import DECAYED, DECOUPLED, UNDECAYED, Elementwise, InnerOptimizer
+from megazero.optim.schedules import write_rate
 from megazero.optim.torch_optimizer import TorchOptimizer
 from megazero.parallel.param_spec import named_specs
 
@@ -21,13 +23,14 @@ class EngineOptimizer(NamedTuple):
 
     inner: the optimizer of flat pieces.  groups: its param groups, whose options every update reads.
     kind: the name of its class ("AdamW"), `NO_OPTIMIZER` without one.  given: the torch optimizer from which it was
-    made, None for the fused AdamW.
+    made, None for the fused AdamW.  decoupled: the positions of groups whose rate is decoupled.
     """
 
     inner: InnerOptimizer
     groups: list[dict[str, Any]]
     kind: str
     given: Optimizer | None = None
+    decoupled: frozenset[int] = frozenset()
 
     @property
     def exists(self) -> bool:
@@ -71,22 +74,56 @@ def choose(
     if given is None:
         assert choice is not None, "parameters are frozen where nothing updates them"
         return _configured(choice, model)
+    if choice is not None and choice.decoupled_lr is not None:
+        problem = Problem(
+            f"optimizer.decoupled_lr: {choice.decoupled_lr:g} beside initialize(optimizer=...)",
+            "an optimizer that is given has its own param groups",
+            "a param group with that lr",
+        )
+        raise ConfigError(problem)
     template = given(_trainable(model)) if callable(given) and not isinstance(given, Optimizer) else given
     _check_is_for(template, model)
     return _with_groups(Elementwise(TorchOptimizer(template)))
 
 
 def _configured(choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
-    inner = make_optimizer(choice, model)
+    decoupled = _decoupled(choice, model)
+    inner = make_optimizer(choice, model, decoupled)
     if isinstance(inner, Elementwise):
-        return _with_groups(inner)
-    members: dict[int, list[nn.Parameter]] = {DECAYED: [], UNDECAYED: []}
+        made = _with_groups(inner)
+        own = {id(parameter) for spec, parameter in named_specs(model) if spec.name in decoupled}
+        places = [place for place, group in enumerate(made.groups) if own & {id(each) for each in group["params"]}]
+        write_rate([made.groups[place] for place in places], choice.decoupled_lr or choice.lr)
+        return made._replace(decoupled=frozenset(places))
+    members: dict[int, list[nn.Parameter]] = {DECAYED: [], UNDECAYED: [], DECOUPLED: []}
     for spec, parameter in named_specs(model):
         if parameter.requires_grad:
             members[inner.group_of(spec, parameter)].append(parameter)
-    for group, parameters in members.items():
-        inner.groups[group].update(params=parameters, lr=choice.lr)
-    return EngineOptimizer(inner, [inner.groups[group] for group, found in members.items() if found], choice.type)
+    used = [group for group, found in members.items() if found]
+    for group in inner.groups:
+        rate = choice.decoupled_lr if group == DECOUPLED else choice.lr
+        inner.groups[group].update(params=members[group], lr=rate)
+    aside = frozenset(place for place, group in enumerate(used) if group == DECOUPLED)
+    return EngineOptimizer(inner, [inner.groups[group] for group in used], choice.type, decoupled=aside)
+
+
+def _decoupled(choice: OptimizerChoice, model: nn.Module) -> frozenset[str]:
+    """Return the parameters that the choice's names mean; raise ConfigError for a name that means none."""
+    specs = {spec.name: spec for spec, parameter in named_specs(model) if parameter.requires_grad}
+    found = matching(specs, choice.decoupled_parameters)
+    rule = "it names parameters that are trained, or modules with some"
+    problems = [
+        Problem(f'optimizer.decoupled_parameters: "{name}"', rule, ", ".join([*specs][:3]) + ", ...")
+        for name, names in found.items()
+        if not names
+    ]
+    problems += [
+        Problem(f"optimizer.decoupled_parameters: {name}", "a decoupled rate is for parameters with weight decay", "")
+        for name in sorted({name for names in found.values() for name in names})
+        if not specs[name].decay
+    ]
+    raise_problems(ConfigError, problems)
+    return frozenset(name for names in found.values() for name in names)
 
 
 def _with_groups(inner: Elementwise) -> EngineOptimizer:

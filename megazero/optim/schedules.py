@@ -210,9 +210,31 @@ RATES: Mapping[str, Callable[..., float]] = MappingProxyType(
 )
 
 
-def rate_of(choice: SchedulerChoice, updates: int, base_lr: float) -> float:
-    """Return the rate of update number `updates` under a chosen schedule."""
-    return RATES[choice.type](updates, base_lr, **choice.params)
+def rate_of(choice: SchedulerChoice, updates: int, base_lr: float, *, min_lr: float | None = None) -> float:
+    """Return the rate of update number `updates` under a chosen schedule.
+
+    updates: the progress that the schedule counts, which may be in samples or tokens.  min_lr: None: the schedule's.
+    """
+    least = {} if min_lr is None or "min_lr" not in choice.params else {"min_lr": min_lr}
+    return RATES[choice.type](updates, base_lr, **{**choice.params, **least})
+
+
+def progress_of(choice: SchedulerChoice, updates: int, samples: int) -> int:
+    """Return what the schedule counts after so many updates, of so many samples."""
+    return updates if choice.unit == "iters" else samples * choice.tokens_per_sample
+
+
+def increased_weight_decay(increase: Mapping[str, Any], progress: float) -> float | None:
+    """Return the weight decay after some progress; None if it is constant.
+
+    increase: "start" and "end", the "length" in the unit of the progress, and the "style": linear, or along a cosine.
+    """
+    if not increase:
+        return None
+    start, end, length = (increase[name] for name in ("start", "end", "length"))
+    done = min(progress / length, 1.0)
+    part = done if increase["style"] == "linear" else 1.0 - _half_cosine(done)
+    return float(start + part * (end - start))
 
 
 MOMENTA: Mapping[str, Callable[..., float | None]] = MappingProxyType({"OneCycle": one_cycle_momentum})
@@ -413,12 +435,7 @@ class LearningRate:
 
     def weight_decay_at(self, updates: int) -> float | None:
         """Return the weight decay of the step that follows `updates` finished ones; None if it is constant."""
-        if not self.weight_decay:
-            return None
-        start, end, length = (self.weight_decay[name] for name in ("start", "end", "length"))
-        done = min(updates / length, 1.0)
-        part = done if self.weight_decay["style"] == "linear" else 1.0 - _half_cosine(done)
-        return float(start + part * (end - start))
+        return increased_weight_decay(self.weight_decay, updates)
 
     def momentum(self, updates: int) -> float | None:
         """Return the momentum of the step that follows `updates` finished ones; None if it is the optimizer's own."""

@@ -1,4 +1,4 @@
-"""Writes a run's figures to the console, to JSON lines (`metrics_file.py`, `curves_file.py`), and for TensorBoard.
+"""Writes a run's figures to the console, to JSON lines (`metrics_file.py`, `curves_file.py`), and to trackers.
 
 A *writer* is called with every step and every evaluation.  Writers exist on rank 0 only and never communicate with
 another rank or the device: their arguments are host figures.
@@ -12,7 +12,6 @@ from typing import Protocol
 
 from megazero.config.run import LoggingConfig
 from megazero.console import Console
-from megazero.errors import ConfigError, Problem
 from megazero.report.curves_file import CurvesFile
 from megazero.report.device_memory import StepMemory, device_memory_scalars
 from megazero.report.ledger_report import ledger_scalars
@@ -25,7 +24,8 @@ from megazero.report.metrics import (
     interval_metrics,
 )
 from megazero.report.metrics_file import MetricsFile
-from megazero.report.raster import to_pixels
+from megazero.report.part_times import PartTimes
+from megazero.report.trackers import TensorBoard, Tracker
 from megazero.units import format_duration
 
 
@@ -150,11 +150,11 @@ def _evaluation(evaluation: Evaluation) -> str:
     return text if bits is None else f"{text} | bits per byte: {bits:.4f}"
 
 
-class TensorBoardWriter:
-    """A writer of scalars in groups, by iteration and, under "vs-samples/", by consumed samples, and of texts.
+class TrackerWriter:
+    """A writer of scalars in groups, by iteration and, where it has that axis, by consumed samples, and of texts.
 
-    The groups are loss, memory, optimizer, speed, time, traffic and vs-samples: TensorBoard shows them in the order of
-    their names, so a run opens on its loss.  docs/watching.md has every name, beside Megatron-LM's.
+    The groups are loss, memory, optimizer, speed, time, traffic and, in TensorBoard, vs-samples: trackers show them in
+    the order of their names, so a run opens on its loss.  docs/watching.md has every name, beside Megatron-LM's.
     speed/data-wait-seconds is the sum since the previous point, so that the wait of every step is shown.
 
     A run resumed from before its last point draws the steps in between twice: TensorBoard can only drop them for both
@@ -166,75 +166,62 @@ class TensorBoardWriter:
     def __init__(
         self,
         config: LoggingConfig,
+        tracker: Tracker,
         *,
         world_size: int,
         texts: Mapping[str, str] = MappingProxyType({}),
         resumed_iteration: int = 0,
     ) -> None:
-        try:
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError as error:
-            rule = "writing for TensorBoard needs the package tensorboard"
-            problem = Problem(f"--tensorboard-dir {config.tensorboard_dir}", rule, "pip install tensorboard")
-            raise ConfigError(problem) from error
         self._config = config
+        self._tracker = tracker
         self._world_size = world_size
-        try:
-            self._events = SummaryWriter(str(config.tensorboard_dir), max_queue=config.tensorboard_queue_size)
-        except OSError as error:
-            given = f"--tensorboard-dir {config.tensorboard_dir}: {error.strerror or error}"
-            raise ConfigError(Problem(given, "TensorBoard's files can be written", "another path")) from error
         self._waited = 0.0
         for title, text in texts.items():
-            self._events.add_text(f"run/{title}", text, resumed_iteration)
+            tracker.text(f"run/{title}", text, resumed_iteration)
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
         self._waited += metrics.data_wait_seconds
-        for name, value in metrics.statistics.items():  # which have an interval of their own
-            self._add(f"optimizer/{name.replace('_', '-') if name in _DASHED else name}", value, metrics)
+        scalars = {  # which have an interval of their own
+            f"optimizer/{name.replace('_', '-') if name in _DASHED else name}": value
+            for name, value in metrics.statistics.items()
+        }
+        by_machine: dict[str, float] = {}
         if self._config.log_timers_to_tensorboard and metrics.part_times is not None:  # so have these
-            for name, seconds in metrics.part_times.largest().items():
-                self._events.add_scalar(f"time/{name}", seconds, metrics.iteration)
-            for name, seconds in metrics.part_times.smallest().items():
-                self._events.add_scalar(f"time/{name}-min", seconds, metrics.iteration)
-        if metrics.iteration % self._config.tensorboard_log_interval:
-            return
-        for tag, value in _training_scalars(metrics, self._world_size).items():
-            self._add(tag, value, metrics)
-        for tag, value in self._step_only_scalars(metrics, ranks).items():
-            self._events.add_scalar(tag, value, metrics.iteration)
-        self._waited = 0.0
+            by_machine.update(part_scalars(metrics.part_times))
+        if metrics.iteration % self._config.tensorboard_log_interval == 0:
+            scalars.update(_training_scalars(metrics, self._world_size))
+            by_machine.update(self._machine_scalars(metrics, ranks))
+            self._waited = 0.0
+        if scalars:
+            self._tracker.scalars(scalars, metrics.iteration, metrics.consumed_samples)
+        if by_machine:
+            self._tracker.scalars(by_machine, metrics.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self._add(f"loss/{evaluation.split}", evaluation.loss, evaluation)
+        scalars = {f"loss/{evaluation.split}": evaluation.loss}
         if self._config.log_validation_ppl_to_tensorboard:
-            self._add(f"loss/{evaluation.split}-perplexity", evaluation.perplexity, evaluation)
+            scalars[f"loss/{evaluation.split}-perplexity"] = evaluation.perplexity
         if evaluation.bits_per_byte is not None:
-            self._add(f"loss/{evaluation.split}-bits-per-byte", evaluation.bits_per_byte, evaluation)
+            scalars[f"loss/{evaluation.split}-bits-per-byte"] = evaluation.bits_per_byte
+        self._tracker.scalars(scalars, evaluation.iteration, evaluation.consumed_samples)
 
     def sample(self, iteration: int, prompt: str, continuation: str) -> None:
         shown = as_markdown(f"{prompt}|{continuation}".splitlines())
-        self._events.add_text("samples/validation", shown, iteration)
+        self._tracker.text("samples/validation", shown, iteration)
 
     def picture(self, picture: StepPicture) -> None:
-        self._events.add_image(
-            f"pictures/{picture.title}", to_pixels(picture.svg), picture.iteration, dataformats="HWC"
-        )
+        self._tracker.picture(picture)
 
     def saved(self, iteration: int, ranks: Sequence[RankMetrics]) -> None:
         """The steps have had their ranks' figures, where they are asked for."""
 
     def flush(self) -> None:
-        self._events.flush()
+        self._tracker.flush()
 
     def close(self) -> None:
-        self._events.close()
+        self._tracker.close()
 
-    def _add(self, tag: str, value: float, at: StepMetrics | Evaluation) -> None:
-        self._events.add_scalar(tag, value, at.iteration)
-        self._events.add_scalar(f"vs-samples/{tag}", value, at.consumed_samples)
-
-    def _step_only_scalars(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str, float]:
+    def _machine_scalars(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str, float]:
         """Return the scalars about the machine, which have no axis of samples."""
         scalars = {
             "speed/seconds-per-step": metrics.step_seconds,
@@ -252,6 +239,13 @@ class TensorBoardWriter:
         memory = [StepMemory(figures.peak_memory_bytes, figures.device_memory_bytes) for figures in ranks]
         scalars.update(device_memory_scalars(memory))
         return scalars
+
+
+def part_scalars(times: PartTimes) -> dict[str, float]:
+    """Return the seconds of parts on the slowest rank, and on the fastest where the option shows it."""
+    return {f"time/{name}": seconds for name, seconds in times.largest().items()} | {
+        f"time/{name}-min": seconds for name, seconds in times.smallest().items()
+    }
 
 
 def _training_scalars(metrics: StepMetrics, world_size: int) -> dict[str, float]:
@@ -294,11 +288,13 @@ def open_writers(
     times_parts: bool = False,
     curves: Path | None = None,
     run: str = "",
+    trackers: Callable[[], Sequence[Tracker]] = tuple,
 ) -> tuple[MetricsWriter, ...]:
     """Return the writers of the configuration; none on a rank that does not print.
 
-    texts: see `TensorBoardWriter`.  train_samples, times_parts: see `ConsoleWriter`.  curves: the file of the run's
+    texts: see `TrackerWriter`.  train_samples, times_parts: see `ConsoleWriter`.  curves: the file of the run's
     curves, None for a run that does not save.  run: the run's id, which both files of figures carry.
+    trackers: opens those besides TensorBoard.
     """
     if not console.prints:
         return ()
@@ -328,8 +324,12 @@ def open_writers(
                 say=console.line,
             )
         )
+    tracked: list[Tracker] = []
     if config.tensorboard_dir is not None:
-        writers.append(
-            TensorBoardWriter(config, world_size=world_size, texts=texts, resumed_iteration=resumed_iteration)
-        )
+        tracked.append(TensorBoard(config.tensorboard_dir, queue_size=config.tensorboard_queue_size))
+    tracked += trackers()
+    writers += [
+        TrackerWriter(config, tracker, world_size=world_size, texts=texts, resumed_iteration=resumed_iteration)
+        for tracker in tracked
+    ]
     return tuple(writers)

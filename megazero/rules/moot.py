@@ -39,6 +39,8 @@ class SharedSections(Protocol):
     def precision(self) -> PrecisionConfig: ...
     @property
     def activations(self) -> ActivationConfig: ...
+    @property
+    def reports(self) -> ReportConfig: ...
 
 
 class LibrarySections(SharedSections, Protocol):
@@ -50,8 +52,6 @@ class LibrarySections(SharedSections, Protocol):
     def scheduler(self) -> SchedulerChoice | None: ...
     @property
     def autocast(self) -> str | None: ...
-    @property
-    def reports(self) -> ReportConfig: ...
 
 
 _INFO = MappingProxyType({info.name: info for info in FIELDS})
@@ -142,6 +142,16 @@ FP16_ONLY: tuple[Row[SharedSections], ...] = (
 
 SHARED: tuple[Row[SharedSections], ...] = (
     *FP16_ONLY,
+    Row(
+        ("wandb_exp_name", "wandb_entity", "wandb_group", "wandb_save_dir"),
+        lambda s: "" if s.reports.wandb_project is not None else "nothing is written to Weights & Biases",
+        {"wandb_project": "NAME"},
+    ),
+    Row(
+        ("mlflow_run_name", "mlflow_tracking_uri"),
+        lambda s: "" if s.reports.mlflow_experiment is not None else "nothing is written to MLflow",
+        {"mlflow_experiment": "NAME"},
+    ),
     Row(
         _STAGE_3,
         lambda s: "" if s.zero.zero_stage == 3 else f"ZeRO stage {s.zero.zero_stage} keeps parameters whole",
@@ -309,8 +319,13 @@ LIBRARY: tuple[Row[LibrarySections], ...] = (
     ),
     Row(("fp8_format", "fp8_cache_weights", *_DELAYED), lambda s: "the model's own layers choose their products"),
     Row(
-        ("steps_per_print", "timing_log_option"),
-        lambda s: "" if s.reports.timing_log_level else "nothing is reported",
+        ("steps_per_print",),
+        lambda s: "" if s.reports.timing_log_level or s.reports.tracks else "nothing is reported",
+        {"timing_log_level": 1},
+    ),
+    Row(
+        ("timing_log_option",),
+        lambda s: "" if s.reports.timing_log_level else "no part of a step is timed",
         {"timing_log_level": 1},
     ),
     Row(
@@ -346,8 +361,7 @@ _SEGMENTS = (
 )
 _WARMUP_LENGTHS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
 _DECAY_LENGTHS = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
-_TENSORBOARD = (
-    "tensorboard_queue_size",
+_TRACKED = (
     "tensorboard_log_interval",
     "log_validation_ppl_to_tensorboard",
     "log_memory_to_tensorboard",
@@ -715,8 +729,13 @@ RUN: tuple[Row[RunConfig], ...] = (
     Row(("data_cache_path",), _caches_nothing),
     *map(_tokenizer_reads_no, _TOKENIZERS_OF),
     Row(
-        _TENSORBOARD,
+        ("tensorboard_queue_size",),
         lambda c: "TensorBoard is written into a folder" if derived.tensorboard_dir(c) is None else "",
+        {"tensorboard_dir": "DIR"},
+    ),
+    Row(
+        _TRACKED,
+        lambda c: "" if derived.tracks_scalars(c) else "TensorBoard is written into a folder",
         {"tensorboard_dir": "DIR"},
     ),
     Row(
@@ -763,11 +782,11 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"use_pytorch_profiler": True},
     ),
     Row(
-        ("log_optimizer_states_to_tensorboard", "log_timers_to_tensorboard"),
+        ("log_optimizer_states_to_tensorboard", "log_timers_to_tensorboard", "log_layer_grad_norms"),
         lambda c: (
             ""
-            if c.logging.metrics_file or derived.tensorboard_dir(c)
-            else "its figures go to --tensorboard-dir and --metrics-file, and none is there"
+            if c.logging.metrics_file or derived.tracks_scalars(c)
+            else "its figures go to trackers (as --tensorboard-dir) and --metrics-file, and none is there"
         ),
         {"tensorboard_dir": "DIR", "metrics_file": "FILE"},
     ),

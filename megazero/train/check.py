@@ -13,6 +13,7 @@ from megazero.parallel.launch import Launch
 from megazero.parallel.nodes import problems_of_placement
 from megazero.parallel.topology import Topology, parse_order
 from megazero.rules import run as rules
+from megazero.rules.trackers import missing_packages
 from megazero.train.inputs import RunInputs, find_tokenizer, open_inputs
 from megazero.train.start import find_start
 
@@ -26,6 +27,8 @@ def check(config: RunConfig, launch: Launch) -> RunInputs:
     inputs = None
     with _gathering(errors):
         raise_problems(ConfigError, rules.check(config, launch.world_size))
+    with _gathering(errors):
+        raise_problems(ConfigError, missing_packages(config.reports, _as_flag))
     if not errors:
         with _gathering(errors):
             raise_problems(TopologyError, _placement_problems(config, launch))
@@ -52,6 +55,10 @@ def topology(config: RunConfig, world_size: int) -> Topology:
 def _placement_problems(config: RunConfig, launch: Launch) -> Iterable[Problem]:
     layout = topology(config, launch.world_size)
     return problems_of_placement(layout, launch.nodes, config.parallel.allow_tensor_parallel_across_nodes)
+
+
+def _as_flag(setting: str, value: object) -> str:
+    return f"--{setting.replace('_', '-')} {value}"
 
 
 @contextmanager

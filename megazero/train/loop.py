@@ -43,7 +43,7 @@ from megazero.train.saving import Saver
 from megazero.train.step import StepControls, training_step
 from megazero.units import format_bytes, format_count, format_duration
 from megazero.zero.plan import Home
-from megazero.zero.statistics import StatisticsChoice, read_statistics, take_statistics
+from megazero.zero.statistics import StatisticsChoice, layers_of, read_statistics, take_statistics
 from megazero.zero.step import first_overflow
 
 
@@ -289,7 +289,9 @@ class _Loop:
             name = first_overflow(self._context.engine, bad.overflow) if is_overflow else ""
             metrics = self._metrics(pending, loss, norm, name)
             if statistics:
-                taken = read_statistics(statistics, self._run.reporting.statistics)
+                choice = self._run.reporting.statistics
+                layers = layers_of(self._context.engine) if choice.layer_grad_norms else ()
+                taken = read_statistics(statistics, choice, layers, grad_norm=norm)
                 metrics = replace(metrics, statistics=taken)
             self._stops = self._stops or stops > 0
             is_last = pending.iteration == self._run.timetable.train_iters

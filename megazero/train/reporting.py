@@ -25,6 +25,7 @@ from megazero.report.pipeline_report import PipelineReport
 from megazero.report.step_profile import StepProfile
 from megazero.report.stragglers import StragglerReport
 from megazero.report.timing_report import TimingReport
+from megazero.report.trackers import flattened, open_trackers
 from megazero.report.writers import as_markdown, open_writers
 from megazero.rules.optimizer import optimizer_choice
 from megazero.train.components import RunComponents
@@ -42,9 +43,9 @@ def _mask_bytes(config: RunConfig) -> int:
     return config.training.micro_batch_size * config.model.seq_length**2 * DTYPES[config.precision.precision].itemsize
 
 
-def _has_files(config: RunConfig) -> bool:
-    """Return True if figures of steps go to files."""
-    return config.logging.metrics_file is not None or derived.tensorboard_dir(config) is not None
+def _has_readers(config: RunConfig) -> bool:
+    """Return True if figures of steps go elsewhere than to the console."""
+    return config.logging.metrics_file is not None or derived.tracks_scalars(config)
 
 
 def _statistics(config: RunConfig) -> StatisticsChoice:
@@ -52,7 +53,8 @@ def _statistics(config: RunConfig) -> StatisticsChoice:
     return StatisticsChoice(
         params_norm=logging.log_params_norm,
         num_zeros=logging.log_num_zeros_in_grad,
-        optimizer_states=logging.log_optimizer_states_to_tensorboard and _has_files(config),
+        optimizer_states=logging.log_optimizer_states_to_tensorboard and _has_readers(config),
+        layer_grad_norms=logging.log_layer_grad_norms and _has_readers(config),
     )
 
 
@@ -133,11 +135,14 @@ def make_reporting(
         world_size=world_size,
         resumed_iteration=state.iteration,
         times_parts=config.reports.timing_log_level > 0,
+        trackers=lambda: open_trackers(
+            config.reports, folder=config.checkpoint.save, settings=flattened(config), tell=console.line
+        ),
         texts={title: as_markdown(lines) for title, lines in texts.items()},
         curves=None if config.checkpoint.save is None else config.checkpoint.save / CURVES,
         run=run.id,
     )
-    in_tensorboard = logging.tensorboard_dir is not None and (logging.ledger or logging.log_memory_to_tensorboard)
+    is_tracked = derived.tracks_scalars(config) and (logging.ledger or logging.log_memory_to_tensorboard)
     ledger = LedgerReport(
         components.engine.settings.ledger,
         components.mesh.meter,
@@ -154,7 +159,7 @@ def make_reporting(
         folder=logging.pipeline_trace_dir,
         interval=logging.log_interval,
     )
-    gathers_ranks = logging.metrics_file is not None or in_tensorboard
+    gathers_ranks = logging.metrics_file is not None or is_tracked
     memory = MemoryReport(device, each_step=gathers_ranks)
     return Reporting(
         console=console,
@@ -173,7 +178,7 @@ def make_reporting(
             level=config.reports.timing_log_level,
             option=config.reports.timing_log_option,
             log_interval=logging.log_interval,
-            is_on=config.reports.timing_log_level > 0 or (logging.log_timers_to_tensorboard and _has_files(config)),
+            is_on=config.reports.timing_log_level > 0 or (logging.log_timers_to_tensorboard and _has_readers(config)),
         ),
         stragglers=StragglerReport(components.mesh, log_interval=logging.log_interval),
         opening=(

@@ -447,6 +447,11 @@ class Engine:
         return names[index] if index < len(names) else ""
 
     @property
+    def parameter_names(self) -> Sequence[str]:
+        """The trained parameters, of the whole model where ranks have different parts of it; the same on every rank."""
+        return self._update.parameter_names
+
+    @property
     def optimizer_step(self) -> Tensor:
         """The number of optimizer steps taken, float32, no dimensions."""
         return self._shards.optimizer_step

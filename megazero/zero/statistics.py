@@ -32,6 +32,7 @@ class StatisticsChoice(NamedTuple):
     params_norm: bool = False
     num_zeros: bool = False
     optimizer_states: bool = False
+    layer_grad_norms: bool = False
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -41,6 +42,7 @@ class StatisticsChoice(NamedTuple):
         return (WEIGHT,) if self.params_norm else ()
 
 
+# Those that need nothing but an engine between two steps.
 EVERY_STATISTIC = StatisticsChoice(params_norm=True, num_zeros=True, optimizer_states=True)
 
 
@@ -61,6 +63,7 @@ def take_statistics(engine: Engine, choice: StatisticsChoice) -> Tensor:
 
     A collective call between two steps.  Gradients count if those of a whole step are there.
     """
+    layers = layers_of(engine) if choice.layer_grad_norms else ()
     by_name: dict[str, list[Tensor]] = {name: [] for name in _KINDS}
     name_of = {kind: name for name in choice.states for kind in _KINDS[name]}
     with torch.no_grad():
@@ -68,13 +71,19 @@ def take_statistics(engine: Engine, choice: StatisticsChoice) -> Tensor:
             if fragment.kind in name_of and fragment.spec.trainable:
                 by_name[name_of[fragment.kind]] += _pieces(fragment)
         gradients: list[Tensor] = []
-        if choice.num_zeros and engine.has_gradients:
+        by_layer: dict[str, list[Tensor]] = {name: [] for name in layers}
+        if (choice.num_zeros or layers) and engine.has_gradients:
             engine.finish_reductions()
-            gradients = [piece for fragment in engine.counted_gradients() for piece in _pieces(fragment)]
+            for fragment in engine.counted_gradients():
+                pieces = list(_pieces(fragment))
+                gradients += pieces if choice.num_zeros else ()
+                if layers:
+                    by_layer[layer_of(fragment.spec.name)] += pieces
         device = engine.mesh.device
         by_kind = [_sums(pieces, device, has_roots=name == VARIANCE) for name, pieces in by_name.items()]
         sums = [part for found, _ in by_kind for part in found]
         sums += [_number(_numel(gradients), device), _total([piece.count_nonzero() for piece in gradients], device)]
+        sums += [_squares(pieces, device) for pieces in by_layer.values()]
         maxima = [largest for _, largest in by_kind]
         row = torch.stack([*sums, *maxima])
         rows = torch.empty(engine.world.size * len(row), dtype=row.dtype, device=device)
@@ -83,10 +92,13 @@ def take_statistics(engine: Engine, choice: StatisticsChoice) -> Tensor:
         return torch.cat([rows[:, : len(sums)].sum(0), rows[:, len(sums) :].amax(0)])
 
 
-def read_statistics(values: Sequence[float], choice: StatisticsChoice) -> dict[str, float]:
+def read_statistics(
+    values: Sequence[float], choice: StatisticsChoice, layers: Sequence[str] = (), *, grad_norm: float = 0.0
+) -> dict[str, float]:
     """Return figures by name, without those of state that the optimizer does not keep, or not yet.
 
-    values: what `take_statistics` has returned for the same choice.
+    values: what `take_statistics` has returned for the same choice.  layers: `layers_of`, whose norms are those of
+    averages as `grad_norm`, the whole gradient's, is.
     """
     width = len(_Sums._fields)
     sums = {name: _Sums(*values[width * place : width * (place + 1)]) for place, name in enumerate(_KINDS)}
@@ -97,6 +109,12 @@ def read_statistics(values: Sequence[float], choice: StatisticsChoice) -> dict[s
         figures["params_norm"] = math.sqrt(sums[WEIGHT].squares)
     if choice.num_zeros and numel:
         figures["num_zeros"] = numel - num_nonzero
+    if choice.layer_grad_norms:
+        first = width * len(_KINDS) + 2
+        squares = values[first : first + len(layers)]
+        whole = math.fsum(squares)
+        for layer, square in zip(layers, squares, strict=True):
+            figures[f"grad_norm.{layer}"] = grad_norm * math.sqrt(square / whole) if whole else 0.0
     for name in (VARIANCE, MOMENTUM, WEIGHT) if choice.optimizer_states else ():
         of_kind = sums[name]
         if not of_kind.numel:
@@ -106,6 +124,18 @@ def read_statistics(values: Sequence[float], choice: StatisticsChoice) -> dict[s
             root = math.sqrt(maxima[name])
             figures |= _norms_by_name(f"{name}_sqrt", of_kind.roots, of_kind.absolutes, root)
     return figures
+
+
+def layers_of(engine: Engine) -> tuple[str, ...]:
+    """Return the layers whose gradients have a norm each, in the order of the parameters; the same on every rank."""
+    return tuple(dict.fromkeys(layer_of(name) for name in engine.parameter_names))
+
+
+def layer_of(name: str) -> str:
+    """Return a parameter's layer: its name up to the first number in it, or else the module that it belongs to."""
+    *modules, _ = name.split(".")
+    number = next((place for place, word in enumerate(modules) if word.isdecimal()), len(modules))
+    return ".".join(modules[: number + 1]) or name
 
 
 def missing_states(kinds: Iterable[str]) -> tuple[str, ...]:
@@ -135,6 +165,13 @@ def _sums(pieces: Sequence[Tensor], device: torch.device, *, has_roots: bool) ->
         if has_roots:
             roots = roots + _on(device, values.sqrt().sum())
     return [_number(_numel(pieces), device), absolutes, squares, roots], largest
+
+
+def _squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
+    total = _number(0, device)
+    for piece in pieces:
+        total = total + _on(device, piece.double().square().sum())
+    return total
 
 
 def _on(device: torch.device, figure: Tensor) -> Tensor:

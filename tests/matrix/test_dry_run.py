@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from support.warm_python import warm_python
 
+from megazero.timers import PARTS
+
 # A process group of torch's, though a fake one.
 pytestmark = pytest.mark.gloo
 
@@ -17,6 +19,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 DP, TP = 64, 16
 RANKS = [(0, 2), (517, 1), (1023, 0), (300, 3)]  # (rank, stage)
+TIMED = (517, 1)  # one of those, once more with every part of its step timed
 PP, DP_OF_A_STAGE, MICRO_BATCHES = 4, 16, 4
 PIPELINES = [(0, "1f1b"), (1, "zero-bubble"), (3, "interleaved")]  # (pipeline rank, schedule)
 
@@ -40,11 +43,12 @@ def case_of(pipeline_rank: int, schedule: str) -> list[Any]:
 def figures() -> dict[tuple[int, Any], dict[str, Any]]:
     """Return the figures that `support/dry_run.py` prints for all cases, which one process takes in turn."""
     cases = [[rank, DP, TP, stage] for rank, stage in RANKS] + [case_of(*pipeline) for pipeline in PIPELINES]
+    cases.append([TIMED[0], DP, TP, TIMED[1], 1, {"timing_log_level": 2}])
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
     command = [warm_python(), str(SUPPORT / "dry_run.py"), json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip([*RANKS, *PIPELINES], json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip([*RANKS, *PIPELINES, "timed"], json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize(("rank", "stage"), RANKS)
@@ -114,3 +118,18 @@ def test_a_step_of_1024_ranks_in_three_dimensions(
     scatters = layers * (2 + 2) + first + last
     assert result["comm_bytes"]["tp"]["all_gather"] == m * gathers * share
     assert result["comm_bytes"]["tp"]["reduce_scatter"] == m * scatters * share
+
+
+def test_every_statistic_is_one_small_message_at_a_log_interval(figures: dict[Any, dict[str, Any]]) -> None:
+    """Norms of parameters and moments and the zeros of the gradient and its norm
+    in every layer are one all-gather of 17 numbers and one a layer, the times of all
+    parts one row for rank 0; the step itself sends what it sends without them, and so do steps between intervals.
+    """
+    quiet, timed = figures[TIMED], figures["timed"]
+    assert timed["messages"] == quiet["messages"] != {}
+    for case, each in figures.items():  # every rank of a pipeline has a place for the layers of all stages
+        assert each["layers"] == 3 + (8 if case in PIPELINES else 3), "embeddings, final norm, and blocks"
+        assert each["statistics"] == {"world all_gather": [1, (DP * TP - 1) * (17 + each["layers"]) * 8]}
+    assert timed["parts"] == len(PARTS)
+    assert timed["times"] == [{}, {"world send": [1, 8 * len(PARTS)]}]
+    assert quiet["times"] == [{}, {}]

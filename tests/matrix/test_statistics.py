@@ -13,11 +13,12 @@ from torch import Tensor
 from megazero.data.loader import build_step_batch
 from megazero.train.build import batch_layout, step_context
 from megazero.train.step import StepControls, training_step
-from megazero.zero.statistics import EVERY_STATISTIC, read_statistics, take_statistics
+from megazero.zero.statistics import EVERY_STATISTIC, layers_of, read_statistics, take_statistics
 
 GLOBAL_BATCH, LAYERS, HIDDEN = 8, 2, 16
 KINDS = {"weight": "weight", "momentum": "exp_avg", "variance": "exp_avg_sq"}
-ROW_BYTES = 17 * 8
+CHOICE = EVERY_STATISTIC._replace(layer_grad_norms=True)
+LAYERS_OF = ["embedding.word", "embedding.position", "layers.0", "layers.1", "final_norm"]
 # Three rows of words are padding; positions beyond the sequence, and words that do not occur, have gradients of zeros.
 MODEL = {"num_layers": LAYERS, "max_position_embeddings": 11, "make_vocab_size_divisible_by": 16}
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -50,12 +51,13 @@ def train_and_take(rank: int, size: dict[str, int], stages: list[tuple[int, dict
         for step in range(2):
             before = owned_boxes(core)
             batch_of_step = build_step_batch(DrawnSamples(), step * GLOBAL_BATCH, batch_layout(config, core.mesh, EOD))
-            training_step(context, batch_of_step, StepControls(1e-2, 1.0))
+            report = training_step(context, batch_of_step, StepControls(1e-2, 1.0))
         core.mesh.meter.reset()
-        values = take_statistics(core.engine, EVERY_STATISTIC)
+        values = take_statistics(core.engine, CHOICE)
         sent = core.mesh.meter.bytes_by_axis()
         core.engine.close()
-        figures = read_statistics(values.tolist(), EVERY_STATISTIC)
+        norm = report.grad_norm.item()
+        figures = read_statistics(values.tolist(), CHOICE, layers_of(core.engine), grad_norm=norm)
         outcomes.append(Outcome(figures, before, owned_boxes(core), sent))
     return outcomes
 
@@ -84,9 +86,11 @@ def test_every_layout_counts_every_element_once() -> None:
         assert all(other.figures == found for other in ranks), "every rank has the figures of all"
         plain = in_plain_torch(whole([rank.after for rank in ranks]))
         assert {name: found[name] for name in plain} == pytest.approx(plain, rel=1e-9), (stage, further)
-        assert found.keys() == plain.keys() | {"params_norm", "num_zeros"}
+        layers = [*LAYERS_OF, *(["head"] if further.get("untie_embeddings_and_output_weights") else [])]
+        names = {f"grad_norm.{layer}" for layer in layers}
+        assert found.keys() == plain.keys() | {"params_norm", "num_zeros"} | names
         assert found["params_norm"] == found["weight_l2"]
-        assert all(rank.sent["world"] == {"all_gather": 7 * ROW_BYTES} for rank in ranks), ranks[0].sent
+        assert all(rank.sent["world"] == {"all_gather": 7 * 8 * (17 + len(layers))} for rank in ranks), ranks[0].sent
         if "precision" in further:
             continue
         for name in plain:
@@ -94,7 +98,12 @@ def test_every_layout_counts_every_element_once() -> None:
         weights = whole([single.before])["weight"]
         live = {name: value.double().requires_grad_() for name, value in weights.items()}
         loss = mean_loss(live, reference_batch(GLOBAL_BATCH, GLOBAL_BATCH, masked=True))
-        zeros = {name: int((grad == 0).sum()) for name, grad in gradients(loss, live).items()}
+        grads = gradients(loss, live)
+        for layer in layers:
+            own = [grad.flatten() for name, grad in grads.items() if f"{name}.".startswith(f"{layer}.")]
+            expected = torch.cat(own).norm().item()
+            assert found[f"grad_norm.{layer}"] == pytest.approx(expected, rel=1e-6), (stage, layer)
+        zeros = {name: int((grad == 0).sum()) for name, grad in grads.items()}
         num_zeros = sum(zeros.values()) - sum(n for name, n in zeros.items() if name.endswith("qkv.bias"))
         assert num_zeros >= 3 * HIDDEN
         # A bias of keys has no effect, so that its gradient is a zero, or what rounding leaves of one.

@@ -18,7 +18,8 @@ from megazero.report.curves_file import CurvesFile
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
 from megazero.report.metrics_file import MetricsFile
 from megazero.report.part_times import PartTimes
-from megazero.report.writers import ConsoleWriter, TensorBoardWriter, as_markdown, open_writers
+from megazero.report.trackers import TensorBoard
+from megazero.report.writers import ConsoleWriter, TrackerWriter, as_markdown, open_writers
 
 RANKS = [
     RankMetrics(1000, {"parameters": 4, "moments": 16}, {}),
@@ -30,6 +31,13 @@ TIMES = PartTimes("minmax", 2, {"forward-backward": (0.25, 0.5)})
 
 def step(iteration: int, **changes: Any) -> StepMetrics:
     return make_step(iteration, **{"grad_norm": 1.25, "step_seconds": 0.5, "tflops_per_device": 12.5, **changes})
+
+
+def tensorboard_writer(folder: Path, *, world_size: int = 1, texts: Any = None, **settings: Any) -> TrackerWriter:
+    resumed = settings.pop("resumed_iteration", 0)
+    config = LoggingConfig(tensorboard_dir=folder, **settings)
+    tracker = TensorBoard(folder, queue_size=10)
+    return TrackerWriter(config, tracker, world_size=world_size, texts=texts or {}, resumed_iteration=resumed)
 
 
 def console_writer(**changes: int) -> ConsoleWriter:
@@ -126,7 +134,7 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def write_tensorboard(folder: Path, **settings: Any) -> dict[str, list[tuple[int, float]]]:
-    writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=folder, **settings), world_size=2)
+    writer = tensorboard_writer(folder, world_size=2, **settings)
     for iteration in (1, 2):
         writer.step(step(iteration, part_times=TIMES if iteration == 2 else None), RANKS)
     writer.evaluation(Evaluation(2, 16, "validation", loss=math.log(8), bytes_per_token=3.0))
@@ -160,14 +168,13 @@ def names_in_the_docs() -> Iterator[str]:
 def test_the_docs_name_every_tag(tmp_path: Path) -> None:
     """Every tag that is written is one of the table, and every row of the table is written."""
     flags = ("log_memory_to_tensorboard", "log_timers_to_tensorboard", "log_validation_ppl_to_tensorboard")
-    config = LoggingConfig(tensorboard_dir=tmp_path, **dict.fromkeys(flags, True))
     at_peak = {**dict.fromkeys(CATEGORIES, 1), "temporary": 2}
     traffic = {"dp": {"all_gather": {"messages": 1, "bytes": 2}}}
     ledger = {"peak_bytes": 10, "at_peak": at_peak, "traffic": traffic}
     device = {"reserved_peak": 3000, "beyond_allocator": 500}
     rank = RankMetrics(1000, {"parameters": 4}, {}, ledger=ledger, device_memory_bytes=device)
-    writer = TensorBoardWriter(config, world_size=2)
-    statistics = {"params_norm": 1.0, "num_zeros": 2.0, "variance_l1": 3.0}
+    writer = tensorboard_writer(tmp_path, world_size=2, **dict.fromkeys(flags, True))
+    statistics = {"params_norm": 1.0, "num_zeros": 2.0, "variance_l1": 3.0, "grad_norm.layers.0": 4.0}
     first = step(1, part_times=TIMES, mfu=0.4, pipeline_idle_share=0.1, statistics=statistics)
     writer.step(first, [rank])
     for split in ("validation", "test"):
@@ -184,8 +191,7 @@ def test_the_docs_name_every_tag(tmp_path: Path) -> None:
 
 def test_tensorboard_has_texts(tmp_path: Path) -> None:
     texts = {"configuration": as_markdown(["lr: 0.1", "# *", ""]), "layout": as_markdown(["rank 0"])}
-    config = LoggingConfig(tensorboard_dir=tmp_path)
-    TensorBoardWriter(config, world_size=1, texts=texts, resumed_iteration=7).close()
+    tensorboard_writer(tmp_path, texts=texts, resumed_iteration=7).close()
     accumulator = EventAccumulator(str(tmp_path)).Reload()
     shown = {tag: accumulator.Tensors(tag)[0] for tag in accumulator.Tags()["tensors"]}
     assert {tag: event.step for tag, event in shown.items()} == {
@@ -216,7 +222,7 @@ def test_tensorboard_options(tmp_path: Path) -> None:
 
 def test_tensorboard_has_a_gpus_memory(tmp_path: Path) -> None:
     ranks = [RankMetrics(1000, {}, {}, device_memory_bytes={"reserved_peak": 3000, "beyond_allocator": 500})]
-    writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=tmp_path), world_size=1)
+    writer = tensorboard_writer(tmp_path)
     writer.step(step(1), ranks)
     writer.close()
     memory = {tag: points for tag, points in events(tmp_path).items() if tag.startswith("memory/")}
@@ -228,7 +234,7 @@ def test_tensorboard_has_a_gpus_memory(tmp_path: Path) -> None:
 
 
 def test_tensorboard_adds_up_what_was_waited_between_points(tmp_path: Path) -> None:
-    writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=tmp_path, tensorboard_log_interval=2), world_size=1)
+    writer = tensorboard_writer(tmp_path, tensorboard_log_interval=2)
     for iteration in range(1, 5):
         writer.step(step(iteration, data_wait_seconds=float(iteration)), RANKS)
     writer.close()
@@ -236,7 +242,7 @@ def test_tensorboard_adds_up_what_was_waited_between_points(tmp_path: Path) -> N
 
 
 def test_a_skipped_step_draws_no_loss(tmp_path: Path) -> None:
-    writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=tmp_path), world_size=1)
+    writer = tensorboard_writer(tmp_path)
     writer.step(step(1, skipped=True), RANKS)
     writer.close()
     assert "loss/train" not in events(tmp_path) and "optimizer/loss-scale" in events(tmp_path)
@@ -247,7 +253,7 @@ def test_only_the_speaking_rank_writes(tmp_path: Path) -> None:
     assert open_writers(config, console=Console(1), train_iters=10, world_size=2) == ()
     assert list(tmp_path.iterdir()) == []
     writers = open_writers(config, console=Console(0), train_iters=10, world_size=2, curves=tmp_path / "c.jsonl")
-    assert [type(writer) for writer in writers] == [ConsoleWriter, MetricsFile, CurvesFile, TensorBoardWriter]
+    assert [type(writer) for writer in writers] == [ConsoleWriter, MetricsFile, CurvesFile, TrackerWriter]
     for writer in writers:
         writer.close()
 

@@ -41,7 +41,7 @@ PUBLIC_FACES = (
 SELDOM = ("fsspec", "sentencepiece", "torch._inductor", "fcntl", "resource")
 OPTIONAL = (
     *("torch.utils.tensorboard", "PIL", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid"),
-    "ray",
+    *("ray", "wandb", "mlflow"),
 )
 
 # The files that users start.  torch takes most of a second to load, so programs read their command line without it:

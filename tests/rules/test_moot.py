@@ -219,6 +219,13 @@ RUN_CASES = (
     Case("tensorboard_queue_size", 5, NOTICE, {}, {"tensorboard_dir": "tb"}),
     Case("tensorboard_log_interval", 5, NOTICE, {}, {"tensorboard_dir": "tb"}),
     Case("log_timers_to_tensorboard", True, NOTICE, {}, {"metrics_file": "m.jsonl"}),
+    *(
+        Case(f"wandb_{name}", value, NOTICE if name != "group" else ERROR, {}, {"wandb_project": "p"})
+        for name, value in {"exp_name": "n", "entity": "e", "group": "g", "save_dir": "d"}.items()
+    ),
+    Case("mlflow_run_name", "n", ERROR, {}, {"mlflow_experiment": "e"}),
+    Case("mlflow_tracking_uri", "sqlite:///db", ERROR, {}, {"mlflow_experiment": "e"}),
+    Case("log_memory_to_tensorboard", True, NOTICE, {"metrics_file": "m.jsonl"}, {"wandb_project": "p"}),
     Case("timing_log_option", "all", NOTICE, {}, {"timing_log_level": 1}),
     Case("timing_log_option", "max", NOTICE, {}, {"log_timers_to_tensorboard": True, "metrics_file": "m.jsonl"}),
     Case("log_memory_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
@@ -242,6 +249,7 @@ RUN_CASES = (
         {"profile": True},
     ),
     Case("memory_snapshot_path", "m.pickle", NOTICE, {}, {"profile": True, "record_memory_history": True}),
+    Case("log_layer_grad_norms", True, ERROR, {}, {"metrics_file": "m.jsonl"}),
     Case("log_optimizer_states_to_tensorboard", True, NOTICE, {}, {"metrics_file": "m.jsonl"}),
     Case(
         "log_validation_ppl_to_tensorboard",
@@ -282,6 +290,7 @@ sub_group_size communication_data_type gradient_predivide_factor recompute_granu
 data_path train_data_path valid_data_path test_data_path data_skip_samples mock_data tokenizer_type num_workers
 eod_mask_loss reset_position_ids reset_attention_mask save load log_interval metrics_file tensorboard_dir
 ledger_limit pipeline_trace_dir log_params_norm log_num_zeros_in_grad check_for_nan_in_loss_and_grad timing_log_level
+wandb_project mlflow_experiment
 """
 EFFECTIVE = frozenset(_EFFECTIVE.split())
 # Settings that other rules refuse where they cannot take effect.

@@ -10,8 +10,8 @@ from support.source_tree import imports, sources
 
 # GPU machines that have torch for CUDA often lack these.
 OPTIONAL = {
-    "datasketch", "ftfy", "gigatoken", "megatron", "py3langid", "pyarrow", "ray", "sentencepiece", "tiktoken",
-    "transformers",
+    "datasketch", "ftfy", "gigatoken", "megatron", "mlflow", "py3langid", "pyarrow", "ray", "sentencepiece", "tiktoken",
+    "transformers", "wandb",
 }  # fmt: skip
 # Programs that other programs start where the package is there.
 STARTED = ("benchmarks/megatron_gpt.py",)

@@ -18,12 +18,17 @@ from support.flat_layout import padded_numel
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megazero.comm.mesh import Mesh
+from megazero.comm.metered import Meter
 from megazero.comm.startup import make_mesh
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
+from megazero.report.timing_report import TimingReport
+from megazero.timers import Timers, Timings, parts_of
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
+from megazero.zero.statistics import EVERY_STATISTIC, layers_of, take_statistics
 
 SEQUENCE = 256
 
@@ -31,7 +36,7 @@ SEQUENCE = 256
 def step(
     rank: int, dp: int, tp: int, stage: int, pp: int = 1, settings: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the figures of one step of a rank."""
+    """Return the figures of one step of a rank, with every statistic after it, and the times of its parts."""
     settings = dict(settings or {})
     num_micro_batches = settings.pop("num_micro_batches", 2)
     given: dict[str, Any] = {
@@ -60,15 +65,43 @@ def step(
         tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
         batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(num_micro_batches)])
         training_step(step_context(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
+        messages, comm_bytes = messages_of(mesh.meter), mesh.meter.bytes_by_axis()
+        mesh.meter.reset()
+        take_statistics(core.engine, EVERY_STATISTIC._replace(layer_grad_norms=True))
+        statistics = messages_of(mesh.meter)
         core.engine.close()
+    times = times_of(mesh, core.timers)
     dist.destroy_process_group()
     return {
         "padded": padded_numel(core.engine.layout, trainable=True),
         "states": asdict(core.engine.model_state_bytes()),
-        "comm_bytes": mesh.meter.bytes_by_axis(),
+        "comm_bytes": comm_bytes,
+        "messages": messages,
+        "statistics": statistics,
+        "times": times,
+        "layers": len(layers_of(core.engine)),
+        "parts": len(parts_of(core.timers.level)),
         "num_buffers": buffers.num_buffers,
         "units": {section.unit: section.numel for section in core.engine.layout.sections},
     }
+
+
+def messages_of(meter: Meter) -> dict[str, list[int]]:
+    """Return {"axis collective": [messages, bytes]} of what has been sent since the meter began."""
+    table = meter.bytes_by_axis()
+    counts = {(axis, name): meter.count(axis, name) for axis, row in table.items() for name in row}
+    return {f"{axis} {name}": [count.calls, count.nbytes] for (axis, name), count in counts.items()}
+
+
+def times_of(mesh: Mesh, timers: Timers) -> list[dict[str, list[int]]]:
+    """Report two steps at a log interval of two, and return what each has sent: the first has the timers' times."""
+    report = TimingReport(mesh, level=timers.level, option="minmax", log_interval=2, is_on=timers.level > 0)
+    sent = []
+    for number, timings in ((1, timers.take()), (2, Timings({}))):
+        mesh.meter.reset()
+        report.step(number, 1.0, timings)
+        sent.append(messages_of(mesh.meter))
+    return sent
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from megazero.zero import written
 
 OURS = str(Path(megazero.__file__).parent)
 STEPS = 3
-STATISTICS = (1.0,) * 17  # sums and maxima of weights, moments and gradients
+STATISTICS = (1.0,) * 40  # sums and maxima of weights, moments and gradients, as many as are read
 META = torch.device("meta")
 EIGHT_BITS = {"hidden_size": 32, "micro_batch_size": 4}  # sizes that such products support
 
@@ -325,6 +325,7 @@ def run_on_meta(rank: int, size: int, folder: str, settings: dict[str, Any]) -> 
         "log_memory_to_tensorboard": True,
         "log_params_norm": True,
         "log_num_zeros_in_grad": True,
+        "log_layer_grad_norms": True,
         "log_optimizer_states_to_tensorboard": True,
         "log_timers_to_tensorboard": True,
         "timing_log_level": 2,

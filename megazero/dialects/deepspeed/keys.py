@@ -158,6 +158,10 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("gradient_clipping", "float", 1.0, ge=0),
             key("steps_per_print", "int", 10, ge=1),
             key("wall_clock_breakdown", "bool", False),
+            key("wandb.enabled", "bool", False),
+            key("wandb.project", "str", "deepspeed"),
+            key("wandb.team", "str", None),
+            key("wandb.group", "str", None),
             key("gradient_allreduce_op", "str", "mean", choices=REDUCTIONS),
             key("communication_data_type", "str", None, choices=_FORMATS),
             key("prescale_gradients", "bool", False),
@@ -366,7 +370,6 @@ _COMPRESSION = "weights keep their values and number format"
 SWITCHED: Mapping[str, Switched] = MappingProxyType(
     {
         "tensorboard": _switched(_TRACKER, "output_path job_name", "pretrain_gpt.py has --tensorboard-dir"),
-        "wandb": _switched(_TRACKER, "group team project"),
         "comet": _switched(
             _TRACKER, "workspace project samples_log_interval experiment_name api_key experiment_key online mode"
         ),

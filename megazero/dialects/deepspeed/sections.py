@@ -52,6 +52,10 @@ _SAME: Mapping[str, str] = MappingProxyType(
 _INFO: Mapping[str, FieldInfo] = MappingProxyType(
     {info.name: info for cls in (ZeroConfig, PrecisionConfig, ActivationConfig, ReportConfig) for info in SETTINGS[cls]}
 )
+# {setting of Weights & Biases: the key it comes from}
+_WANDB: Mapping[str, str] = MappingProxyType(
+    {"wandb_project": "wandb.project", "wandb_entity": "wandb.team", "wandb_group": "wandb.group"}
+)
 _ACCUMULATION, _ACCUMULATION_KEY = "accumulate_allreduce_grads_in_fp32", "data_types.grad_accum_dtype"
 _EVERY_PART = 2  # the level of timers that times what wall_clock_breakdown does
 # Left out, it is megazero's own: reading the outcome of every step would make a GPU's host wait for it.
@@ -129,6 +133,7 @@ def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = F
     breakdown = file.written("wall_clock_breakdown")
     if breakdown is not None and breakdown.value:
         translation.write("timing_log_level", _EVERY_PART, breakdown.source)
+    _translate_tracker(translation)
     wide = file.written(_ACCUMULATION_KEY)
     if wide is not None and wide.value == "fp32":
         translation.write(_ACCUMULATION, True, wide.source)
@@ -163,6 +168,21 @@ def _moves(file: ParsedFile, path: str) -> bool:
     section = path.rpartition(".")[0]
     devices = [file.written(key) for key in (*OLD_OFFLOAD, f"{section}.device") if key in HONOURED]
     return any(device is not None and device.value not in (False, "none") for device in devices)
+
+
+def _translate_tracker(translation: Translation) -> None:
+    """Add the settings of Weights & Biases, if the file turns it on."""
+    file = translation.file
+    enabled = file.written("wandb.enabled")
+    if enabled is None or not enabled.value:
+        if "wandb" in file.sections:
+            file.diagnostics.notices.append(f"{file.location('wandb')}: accepted, without effect: it is turned off")
+        return
+    for setting, path in _WANDB.items():
+        if (key := file.written(path)) is not None:
+            translation.write(setting, key.value, key.source)
+        elif (default := HONOURED[path].default) is not None:
+            translation.write(setting, default, f"{enabled.source}, project {default} (DeepSpeed's default)")
 
 
 def _translate_key(translation: Translation, setting: str, path: str) -> None:
@@ -415,7 +435,7 @@ def scheduler_of(file: ParsedFile, lr: float | None) -> SchedulerChoice | None:
             problem = Problem(f"{location.key('type')} is missing", "a schedule has a name", 'type: "WarmupLR"')
             file.diagnostics.problems.append(problem)
         return None
-    choice = choose_scheduler(location, key.value, params, file.diagnostics, lr=lr)
+    choice = choose_scheduler(location, key.value, params, file.diagnostics, lr=lr, in_library=True)
     note_second_beta(file, choice)
     return choice
 

@@ -51,6 +51,12 @@ def choose_formats(
     return formats
 
 
+def matching(names: Iterable[str], patterns: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names that each pattern means: a whole name of a parameter or module, or a part of it between dots."""
+    everything = list(names)
+    return {pattern: [name for name in everything if _pattern(pattern).search(name)] for pattern in patterns}
+
+
 def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(rf"(^|\.){re.escape(name)}(\.|$)")
 

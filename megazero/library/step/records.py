@@ -39,6 +39,11 @@ class StepRecords:
         """Forget the losses of a step that is discarded."""
         self._losses = []
 
+    @property
+    def losses(self) -> list[Tensor]:
+        """The losses of the last step that has ended."""
+        return self._last_losses
+
     def end_step(self) -> None:
         """Keep the losses of the step that ends until the end of the next one."""
         self._last_losses, self._losses = self._losses, []

@@ -11,7 +11,7 @@ The learning rate advances after each update that was not skipped.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,15 @@ from megazero.errors import ConfigError, Problem, TrainingError, UsageError, rai
 from megazero.library.step.records import StepRecords
 from megazero.memory.host_copy import HostCopy
 from megazero.optim.loss_scaler import LossScale, LossScaler
-from megazero.optim.schedules import momentum_of, rate_of, unmoved_momentum, write_momentum
+from megazero.optim.schedules import (
+    increased_weight_decay,
+    momentum_of,
+    progress_of,
+    rate_of,
+    unmoved_momentum,
+    write_momentum,
+    write_weight_decay,
+)
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
 from megazero.zero.step import Update, reduce_gradients, update_parameters
@@ -43,17 +51,33 @@ class StepOutcome(NamedTuple):
 
 
 class LearningRates:
-    """The learning rates of an optimizer's groups: a schedule's, or those that the user sets in the groups."""
+    """The learning rates of an optimizer's groups: a schedule's, or those that the user sets in the groups.
 
-    def __init__(self, groups: Sequence[dict[str, Any]], schedule: SchedulerChoice | None) -> None:
+    A schedule may count samples or tokens in place of updates, and increase weight decay meanwhile.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        schedule: SchedulerChoice | None,
+        *,
+        samples_per_step: int | None = None,
+        decoupled: Collection[int] = (),
+    ) -> None:
         """groups: param groups with an "lr" each, which a schedule takes as its base and writes to.
 
-        Raises ConfigError if one is below the rate at which the schedule starts or ends.
+        samples_per_step: those of every update from now on, over all ranks.  decoupled: the positions of groups whose
+        least rate is the schedule's `decoupled_min_lr`.
+        Raises ConfigError if a rate is below the one at which the schedule starts or ends; if the schedule counts
+        samples and their number is not known; or if it increases a weight decay that the groups have not got.
         """
         self._groups = groups
         self._schedule = schedule
+        self._decoupled = decoupled
         self._bases = [float(group["lr"]) for group in groups]
-        self._num_updates = 0
+        self._decayed = [group for group in groups if group.get("weight_decay")]
+        self._num_updates = self._num_samples = 0
+        self.samples_per_step = samples_per_step
         raise_problems(ConfigError, self._problems())
         if schedule is not None:
             for group, base in zip(groups, self._bases, strict=True):
@@ -71,6 +95,7 @@ class LearningRates:
     def advance(self, by: int = 1) -> None:
         """Count an update (-1: one that turns out not to have been made), and write the next rates to the groups."""
         self._num_updates += by
+        self._num_samples += by * (self.samples_per_step or 0)
         self._write()
 
     @property
@@ -78,7 +103,8 @@ class LearningRates:
         """The options of param groups that the schedule writes at every step."""
         if self._schedule is None:
             return ()
-        return ("lr",) if momentum_of(self._schedule, 0) is None else ("lr", "betas")
+        betas = () if momentum_of(self._schedule, 0) is None else ("betas",)
+        return ("lr", *betas, *(("weight_decay",) if self._schedule.weight_decay else ()))
 
     def notices(self) -> list[str]:
         """Return one line if the schedule cycles a momentum that the optimizer does not have."""
@@ -90,18 +116,20 @@ class LearningRates:
         raise UsageError(Problem("step() of the engine's lr_scheduler", rule, "engine.step() alone"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule and the number of updates so far."""
-        return {**self._description(), "num_updates": self._num_updates}
+        """Return the schedule, and the number of updates so far and of the samples in them."""
+        return {**self._description(), "num_updates": self._num_updates, "num_samples": self._num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that `state_dict` has returned; raise UsageError if it is another schedule's."""
         raise_problems(UsageError, self.differences(state))
-        self._num_updates = int(state["num_updates"])
+        self._num_updates, self._num_samples = int(state["num_updates"]), int(state.get("num_samples", 0))
         self._write()
 
     def differences(self, state: Mapping[str, Any] | None) -> list[Problem]:
         """Return a problem for each part in which the schedule of a saved state, None for none, is another one."""
-        own, saved = self._description(), state or {}
+        # The parts that a schedule of an earlier version does not have.
+        later = {"unit": "iters", "tokens_per_sample": 1, "weight_decay": {}, "decoupled_min_lr": None}
+        own, saved = self._description(), {**later, **(state or {})}
         rule = "a resumed training keeps its learning-rate schedule"
         return [
             Problem(f"scheduler: {name} {own[name]}; saved with {saved.get(name)}", rule, f"{name} {saved.get(name)}")
@@ -109,24 +137,58 @@ class LearningRates:
             if own[name] != saved.get(name)
         ]
 
+    @property
+    def _counts_samples(self) -> bool:
+        return self._schedule is not None and self._schedule.unit != "iters"
+
     def _description(self) -> dict[str, Any]:
-        if self._schedule is None:
+        schedule = self._schedule
+        if schedule is None:
             return {"type": None}
-        return {"type": self._schedule.type, "params": dict(self._schedule.params), "base_lrs": self._bases}
+        return {
+            "type": schedule.type,
+            "params": dict(schedule.params),
+            "base_lrs": self._bases,
+            "unit": schedule.unit,
+            "tokens_per_sample": schedule.tokens_per_sample,
+            "weight_decay": dict(schedule.weight_decay),
+            "decoupled_min_lr": schedule.decoupled_min_lr,
+        }
 
     def _problems(self) -> Iterator[Problem]:
-        params = {} if self._schedule is None else self._schedule.params
-        lowest = min(self._bases, default=math.inf)
+        schedule = self._schedule
+        if schedule is None:
+            return
         for name in ("lr_warmup_init", "min_lr"):
-            if params.get(name, 0.0) > lowest:
-                given = f"scheduler.params.{name}: {params[name]:g} with a learning rate of {lowest:g}"
+            rates = [self._bases[place] for place in range(len(self._bases)) if not self._is_aside(place, name)]
+            lowest = min(rates, default=math.inf)
+            if schedule.params.get(name, 0.0) > lowest:
+                given = f"scheduler.params.{name}: {schedule.params[name]:g} with a learning rate of {lowest:g}"
                 yield Problem(given, "the optimizer's learning rate is the schedule's peak", f"{name}: 0")
+        if self._counts_samples and self.samples_per_step is None:
+            given = f"a schedule whose lengths are {schedule.unit}"
+            rule = "the samples of a step are known"
+            yield Problem(given, rule, "train_batch_size, or train_micro_batch_size_per_gpu")
+        if schedule.weight_decay and not self._decayed:
+            given = f"scheduler.params.weight_decay_incr_style: {schedule.weight_decay['style']}"
+            rule = "an optimizer whose weight decay increases has one"
+            yield Problem(given, rule, f"optimizer.params.weight_decay: {schedule.weight_decay['end']:g}")
+
+    def _is_aside(self, place: int, name: str) -> bool:
+        """Return True if a group has a least rate of its own."""
+        has_own = self._schedule is not None and self._schedule.decoupled_min_lr is not None
+        return has_own and name == "min_lr" and place in self._decoupled
 
     def _write(self) -> None:
-        if self._schedule is not None:
-            for group, base in zip(self._groups, self._bases, strict=True):
-                group["lr"] = rate_of(self._schedule, self._num_updates, base)
-            write_momentum(self._groups, momentum_of(self._schedule, self._num_updates))
+        schedule = self._schedule
+        if schedule is None:
+            return
+        progress = progress_of(schedule, self._num_updates, self._num_samples)
+        for place, (group, base) in enumerate(zip(self._groups, self._bases, strict=True)):
+            least = schedule.decoupled_min_lr if place in self._decoupled else None
+            group["lr"] = rate_of(schedule, progress, base, min_lr=least)
+        write_momentum(self._groups, momentum_of(schedule, progress))
+        write_weight_decay(self._decayed, increased_weight_decay(schedule.weight_decay, progress))
 
 
 class Stepper:
@@ -230,7 +292,7 @@ class Stepper:
             self._num_steps += 1
             index = reduced.first_overflow.to(update.skipped.dtype)
             self._figures = HostCopy([update.skipped, index, update.grad_norm])
-            self._records.end_step()
+        self._records.end_step()
         self.rates.advance()
         fault = self._read_fault(stops) if self._device.type == "cpu" else None
         return fault or StepOutcome(update.grad_norm, stops, applied=True)

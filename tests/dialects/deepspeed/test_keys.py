@@ -65,6 +65,8 @@ OTHERS = {
     "gradient_allreduce_op": "mean",
     "steps_per_print": 10,
     "wall_clock_breakdown": False,
+    "wandb.enabled": False,
+    "wandb.project": "deepspeed",
     "prescale_gradients": False,
     "gradient_predivide_factor": 1.0,
     "zero_optimization.leaf_module.classes": (

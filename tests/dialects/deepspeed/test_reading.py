@@ -199,14 +199,14 @@ def test_messages(path: str, value: Any, given: str, legal: str) -> None:
 
 @pytest.mark.parametrize("value", [1, "true", "on", "True"])
 def test_a_switch_is_on_by_any_word_for_it(value: Any) -> None:
-    assert only(of("wandb.enabled", value)).rule.startswith("refused: ")
+    assert only(of("comet.enabled", value)).rule.startswith("refused: ")
     assert only(of("zero_optimization.legacy_stage1", value)).rule.startswith("refused: ")
     assert of("bf16.enabled", value).get("bf16.enabled", None) is True
 
 
 @pytest.mark.parametrize("value", [0, "false", "off"])
 def test_a_switch_is_off_by_any_word_for_it(value: Any) -> None:
-    assert of("wandb.enabled", value).diagnostics.problems == []
+    assert of("comet.enabled", value).diagnostics.problems == []
     assert clean(of("zero_optimization.legacy_stage1", value))
     assert of("bf16.enabled", value).get("bf16.enabled", None) is False
 
@@ -262,14 +262,14 @@ def test_one_format_only() -> None:
 def test_everything_wrong_is_found_at_once() -> None:
     content = {
         "zero_optimization": {"stage": "three", "legacy_stage1": True, "reduce_bucket": 1},
-        "wandb": {"enabled": True},
+        "comet": {"enabled": True},
         "foo": 1,
     }
     assert [problem.given for problem in read(content, "x").diagnostics.problems] == [
         'x: zero_optimization.stage: "three"',
         "x: zero_optimization.legacy_stage1: true",
         "x: zero_optimization.reduce_bucket: 1",
-        'x: wandb: {"enabled": true}',
+        'x: comet: {"enabled": true}',
         "x: foo: 1",
     ]
 

@@ -466,3 +466,17 @@ def test_the_files_loss_scale_replaces_that_of_a_run_file(tmp_path: Path) -> Non
     (tmp_path / "run.yaml").write_text("loss_scale: 15\n")
     parsed = run({"fp16": {"enabled": True}}, f"{SIZED} --config {tmp_path / 'run.yaml'}")
     assert parsed.config.precision.loss_scale is None and "run.yaml: loss_scale: 15: replaced by" in parsed.notices[0]
+
+
+def test_timers_and_weights_and_biases_are_those_of_the_runs_own_flags() -> None:
+    """The wandb section names a project even where it gives none, and one that is off is told."""
+    reports = run(
+        {"wall_clock_breakdown": True, "wandb": {"enabled": True, "team": "t", "group": "g"}}, SIZED
+    ).config.reports
+    assert reports.timing_log_level == 2
+    assert (reports.wandb_project, reports.wandb_entity, reports.wandb_group) == ("deepspeed", "t", "g")
+    named = run({"wandb": {"enabled": True, "project": "p"}}, f"{SIZED} --wandb-project p").config.reports
+    assert named.wandb_project == "p"
+    off = run({"wall_clock_breakdown": False, "wandb": {"enabled": False, "project": "p"}}, SIZED)
+    assert off.config.reports.timing_log_level == 0 and off.config.reports.wandb_project is None
+    assert "ds.json: wandb: accepted, without effect: it is turned off" in off.notices
