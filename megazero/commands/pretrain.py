@@ -80,6 +80,6 @@ def _check(resolved: ResolvedRun, launch: Launch) -> int:
     if config.checkpoint.load is not None:
         from megazero.train.build import check_checkpoint  # loads torch
 
-        check_checkpoint(config, inputs)
+        check_checkpoint(config, inputs, launch.world_size)
     _print((*outline(config, launch.world_size, inputs), "ok"))
     return 0

@@ -97,7 +97,7 @@ from megazero.zero.plan import DTYPES, Placement, resolve
 _REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
 
-def check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
+def check_checkpoint(config: RunConfig, inputs: RunInputs, world_size: int) -> None:
     """Check that --load can work, against the whole model on the meta device; no tensor is read.
 
     Raises ConfigError for the settings that differ, or CheckpointError for the tensors that do.
@@ -105,6 +105,15 @@ def check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
     checkpoint = find_checkpoint(config.checkpoint)
     if checkpoint is not None:
         _check_fits(checkpoint, config, vocab_size=inputs.vocab_size)
+        if not config.checkpoint.finetune:
+            schedule = LearningRate.from_config(config.optimizer, derived.run_length(config, world_size))
+            _reconciled(checkpoint, schedule, config)
+
+
+def _reconciled(checkpoint: Checkpoint, schedule: LearningRate, config: RunConfig) -> LearningRate:
+    """Return the schedule of a run that goes on from a checkpoint; errors: see `reconcile`."""
+    saved = checkpoint.progress.get("learning_rate")
+    return reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer)
 
 
 def _check_fits(checkpoint: Checkpoint, config: RunConfig, *, vocab_size: int) -> None:
@@ -559,9 +568,7 @@ def _resume(
         state.loss_scale = scaler.start()  # a constant scale is no state of a dynamic one
     if not weights_only:
         components.engine.optimizer_step.fill_(state.optimizer_steps)
-    saved = checkpoint.progress.get("learning_rate")
-    rates = reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer)
-    return _Resumed(state, rates, checkpoint, fallback)
+    return _Resumed(state, _reconciled(checkpoint, schedule, config), checkpoint, fallback)
 
 
 def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:
