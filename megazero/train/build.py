@@ -15,7 +15,7 @@ import torch
 import megazero
 from megazero.activations.assemble import RankParts, activation_plan
 from megazero.checkpoint.engine_state import check_optimizer, has_stepped, restore_engine
-from megazero.checkpoint.fallback import refusal, report, restore_first_sound, set_damaged_aside
+from megazero.checkpoint.fallback import Taken, refusal, report, restore_first_sound, set_damaged_aside
 from megazero.checkpoint.folder_lock import FolderLock, lock_folder
 from megazero.checkpoint.folders import list_steps, remove_hidden
 from megazero.checkpoint.journal import Journal
@@ -97,17 +97,20 @@ from megazero.zero.plan import DTYPES, Placement, resolve
 _REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
 
-def check_checkpoint(config: RunConfig, inputs: RunInputs, world_size: int) -> None:
-    """Check that --load can work, against the whole model on the meta device; no tensor is read.
+def check_checkpoint(config: RunConfig, inputs: RunInputs, world_size: int) -> Taken | None:
+    """Check that --load can work, against the whole model on the meta device, and return what it takes; None: nothing.
+
+    No tensor is read.
 
     Raises ConfigError for the settings that differ, or CheckpointError for the tensors that do.
     """
-    checkpoint = find_checkpoint(config.checkpoint)
-    if checkpoint is not None:
-        _check_fits(checkpoint, config, vocab_size=inputs.vocab_size)
+    found = find_checkpoint(config.checkpoint)
+    if found is not None:
+        _check_fits(found.checkpoint, config, vocab_size=inputs.vocab_size)
         if not config.checkpoint.finetune:
             schedule = LearningRate.from_config(config.optimizer, derived.run_length(config, world_size))
-            _reconciled(checkpoint, schedule, config)
+            _reconciled(found.checkpoint, schedule, config)
+    return found
 
 
 def _reconciled(checkpoint: Checkpoint, schedule: LearningRate, config: RunConfig) -> LearningRate:
