@@ -3,6 +3,7 @@
 A rank that raises alone leaves the others waiting in their next collective; here the ranks exchange problems first.
 """
 
+import errno
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -48,7 +49,9 @@ def _problems(error: Exception | None, doing: str) -> list[tuple[str, ...]]:
     if isinstance(error, UserError):
         return [astuple(problem) for problem in error.problems]
     if isinstance(error, OSError):
-        return [(str(error.filename or doing), f"{doing}: {error.strerror or error}", "")]
+        reason = str(error.strerror or error)
+        legal = "free space, or another path" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        return [(str(error.filename), f"{doing}: {reason}", legal) if error.filename else (doing, reason, legal)]
     return [(doing, f"{type(error).__name__}: {error}", "")]
 
 

@@ -144,15 +144,18 @@ def _confirm(error: DamageError, attempt: _Attempt, control: Communicator) -> No
         raise CheckpointError(*error.problems, Problem(str(attempt.folder), rule, legal)) from error
 
 
-def report(taken: Taken) -> Iterable[str]:
-    """Yield a line for everything that was passed over, and one on the checkpoint that was taken instead."""
+def report(taken: Taken, *, is_read: bool = True) -> Iterable[str]:
+    """Yield a line for everything that was passed over, and one on the checkpoint that was taken instead.
+
+    is_read: the data of `taken` has been read.
+    """
     if taken.latest is not None:
         yield f"WARNING: {taken.latest.given}: {taken.latest.rule}"
     for folder, problems in taken.damaged:
         more = f" (and {len(problems) - 1} problems more)" if len(problems) > 1 else ""
         yield f"WARNING: {folder} is damaged: {problems[0].given}: {problems[0].rule}{more}"
-    sound = taken.checkpoint
-    yield f"WARNING: {sound.folder} is sound and taken instead; steps after {sound.step} are trained again"
+    state, found = "sound" if is_read else "complete", taken.checkpoint
+    yield f"WARNING: {found.folder} is {state} and taken instead; steps after {found.step} are trained again"
 
 
 def refusal(taken: Taken, path: Path, *, is_read: bool) -> CheckpointError:

@@ -16,6 +16,7 @@ second time goes to `step_0000020_2` (a *revision*), and the older folder is rem
 a complete copy exists at every moment.  What has a hidden name is removed by its owner, or once that is gone.
 """
 
+import difflib
 import os
 import re
 import shutil
@@ -223,11 +224,22 @@ def resolve(path: Path, step: int | None = None) -> Path:
     if found is None:
         wanted = str(path) if step is None else f"{path}, step {step}"
         rule = "there is no such folder"
+        if not path.exists() and (near := neighbours(path)):
+            raise CheckpointError(Problem(wanted, rule, ", ".join(map(str, near))))
         if path.exists():
             rule = "there is no such step" if steps else "there is no checkpoint in this folder"
         # A step folder that isn't there: its neighbours may be.
         raise CheckpointError(Problem(wanted, rule, _existing(steps or list_steps(path.parent))))
     return found
+
+
+def neighbours(path: Path) -> list[Path]:
+    """Return the folders beside `path` that hold checkpoints and have the most similar names."""
+    try:
+        names = [name for name in os.listdir(path.parent) if list_steps(path.parent / name)]
+    except OSError:
+        return []
+    return [path.parent / name for name in difflib.get_close_matches(path.name, names, n=2)]
 
 
 def choices(path: Path) -> Candidates:

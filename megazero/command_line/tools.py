@@ -32,10 +32,12 @@ class Flags(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.problems: list[Problem] = []
+        self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; a subcommand's parser is called by this method too."""
         self.problems.clear()
+        self._words = list(args or ())
         parsed, rest = super().parse_known_args(args, namespace)
         if self.problems and rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -50,6 +52,9 @@ class Flags(argparse.ArgumentParser):
         kind, _, rest = message.partition(": ")
         choice = re.fullmatch(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from .*\)", message)
         if kind == "the following arguments are required":
+            unknown = [word for word in self._words if word.startswith("--") and not self._is_known(word)]
+            for word in unknown:  # one of them may be the one that is missing, mistyped
+                yield from self._problems_of(f"unrecognized arguments: {word}")
             yield from (self._missing(name) for name in rest.split(", "))
         elif kind == "unrecognized arguments":
             near = difflib.get_close_matches(rest.split()[0].partition("=")[0], self._spellings())
@@ -62,6 +67,9 @@ class Flags(argparse.ArgumentParser):
             yield Problem(f"{word} {choice[2]}".strip(), f"{choice[1]} is one of {', '.join(legal)}", shown)
         else:
             yield Problem(message, "flags and their values are those that --help lists")
+
+    def _is_known(self, word: str) -> bool:
+        return word == "--" or word.partition("=")[0] in self._spellings()
 
     def _find(self, name: str) -> argparse.Action:
         """Return the argument that argparse's messages name so: by its spellings, its metavar or its destination."""

@@ -77,9 +77,13 @@ def _check(resolved: ResolvedRun, launch: Launch) -> int:
     """Check what a start checks before its processes meet, and print what the run would be."""
     _print(resolved.notices)
     config, inputs = resolved.config, _checked(resolved, launch)
+    source = None
     if config.checkpoint.load is not None:
+        from megazero.checkpoint.fallback import report
         from megazero.train.build import check_checkpoint  # loads torch
 
-        check_checkpoint(config, inputs)
-    _print((*outline(config, launch.world_size, inputs), "ok"))
+        found = check_checkpoint(config, inputs, launch.world_size)
+        source = found and found.checkpoint.folder
+        _print(() if found is None or found.is_newest else report(found, is_read=False))
+    _print((*outline(config, launch.world_size, inputs, source=source), "ok"))
     return 0

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.checkpoint.folders import newest
+from megazero.checkpoint.folders import MANIFEST, neighbours, newest
 from megazero.command_line.tools import Flags
 from megazero.console import Console
 from megazero.errors import DataError, Problem
@@ -37,6 +37,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 def main(words: Sequence[str]) -> None:
     """Read the run's figures and print the summary."""
     arguments, console = parse_arguments(words), Console()
+    if arguments.load is not None and (arguments.load / MANIFEST).is_file():
+        arguments.load = arguments.load.parent  # one of the run's checkpoints
     figures = _figures(arguments)
     for line in summarize(read_records(figures, run_id(arguments.load))).lines():
         console.line(line)
@@ -60,6 +62,9 @@ def _figures(arguments: argparse.Namespace) -> Path:
         given = "neither --load nor --metrics-file"
         raise DataError(Problem(given, "a summary is made of a run's figures", "--load DIR of a run that saves"))
     found = figures_of(arguments.load)
+    if found is None and not arguments.load.is_dir():
+        near = ", ".join(f"--load {path}" for path in neighbours(arguments.load))
+        raise DataError(Problem(f"--load {arguments.load}", "there is no such folder", near))
     if found is None:
         given = f"--load {arguments.load}: no figures of a run are here"
         legal = "the folder of megazero pretrain --save, or --metrics-file FILE.jsonl"

@@ -18,6 +18,7 @@ from typing import Any
 
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics, StepPicture, interval_metrics
 from megazero.report.metrics_file import (
+    cannot_go_on,
     evaluation_record,
     iteration_of,
     rank_records,
@@ -111,7 +112,7 @@ class CurvesFile:
             act()
         except OSError as error:
             self._works = False
-            self._say(f"{self._path} cannot be written: {error.strerror or error}; training goes on without curves")
+            self._say(cannot_go_on(self._path, error, "curves"))
 
 
 def _mean_record(steps: Sequence[StepMetrics]) -> dict[str, Any]:

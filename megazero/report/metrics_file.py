@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,21 @@ class MetricsFile:
     Every line is flushed, so a reader never waits for the next.  Opening the file drops the lines after
     `resumed_iteration`, whose steps a resumed run repeats, and a last line that a killed run left unfinished; with 0 it
     starts over.  run: the id of the run, "" for none.  Raises `ConfigError` when the file cannot be written, is not a
-    metrics file, or would go on with that of another run.
+    metrics file, or would go on with that of another run.  Later on a full disk, say, ends no run: `say` gets a line,
+    and training goes on without the file.  has_timers: True writes the times of parts at log intervals.
     """
 
-    def __init__(self, path: Path, *, resumed_iteration: int = 0, has_timers: bool = False, run: str = "") -> None:
-        """has_timers: True writes the times of parts at log intervals."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resumed_iteration: int = 0,
+        has_timers: bool = False,
+        run: str = "",
+        say: Callable[[str], None] = print,
+    ) -> None:
         self._has_timers = has_timers
-        self._run = run
+        self._path, self._run, self._say = path, run, say
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_fifo():  # opening it would wait for a program that reads
@@ -72,8 +81,20 @@ class MetricsFile:
             self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(to_line(record, self._run))
-        self._file.flush()
+        if self._file.closed:
+            return
+        try:
+            self._file.write(to_line(record, self._run))
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # what is buffered is written once more
+                self._file.close()
+            self._say(cannot_go_on(self._path, error, "it"))
+
+
+def cannot_go_on(path: Path, error: OSError, without: str) -> str:
+    """Return the line on a file that training goes on without."""
+    return f"{path} cannot be written: {error.strerror or error}; training goes on without {without}"
 
 
 def to_line(record: Mapping[str, Any], run: str) -> str:

@@ -40,14 +40,15 @@ class RunSummary:
         steps = f"{'steps':<16} {self.num_steps}{skipped} ({pace})"
         if self.before is None or self.after is None:
             return [steps, "no evaluation"]
-        titles = (f"step {record['iteration']}" for record in (self.before, self.after))
+        shown = [self.before, self.after] if self.before is not self.after else [self.after]
+        titles = (f"step {record['iteration']}" for record in shown)
         table = [f"{'':<16} " + " ".join(f"{title:>12}" for title in titles)]
         for title, name in (
             ("validation loss", "loss"),
             ("perplexity", "perplexity"),
             ("bits per byte", "bits_per_byte"),
         ):
-            values = (_figure(record[name]) for record in (self.before, self.after))
+            values = (_figure(record[name]) for record in shown)
             table.append(f"{title:<16} " + " ".join(f"{value:>12}" for value in values))
         return [*table, steps]
 

@@ -311,6 +311,7 @@ def open_writers(
                 resumed_iteration=resumed_iteration,
                 has_timers=config.log_timers_to_tensorboard,
                 run=run,
+                say=console.line,
             )
         )
     if curves is not None:

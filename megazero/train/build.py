@@ -15,7 +15,7 @@ import torch
 import megazero
 from megazero.activations.assemble import RankParts, activation_plan
 from megazero.checkpoint.engine_state import check_optimizer, has_stepped, restore_engine
-from megazero.checkpoint.fallback import refusal, report, restore_first_sound, set_damaged_aside
+from megazero.checkpoint.fallback import Taken, refusal, report, restore_first_sound, set_damaged_aside
 from megazero.checkpoint.folder_lock import FolderLock, lock_folder
 from megazero.checkpoint.folders import list_steps, remove_hidden
 from megazero.checkpoint.journal import Journal
@@ -97,14 +97,26 @@ from megazero.zero.plan import DTYPES, Placement, resolve
 _REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
 
-def check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
-    """Check that --load can work, against the whole model on the meta device; no tensor is read.
+def check_checkpoint(config: RunConfig, inputs: RunInputs, world_size: int) -> Taken | None:
+    """Check that --load can work, against the whole model on the meta device, and return what it takes; None: nothing.
+
+    No tensor is read.
 
     Raises ConfigError for the settings that differ, or CheckpointError for the tensors that do.
     """
-    checkpoint = find_checkpoint(config.checkpoint)
-    if checkpoint is not None:
-        _check_fits(checkpoint, config, vocab_size=inputs.vocab_size)
+    found = find_checkpoint(config.checkpoint)
+    if found is not None:
+        _check_fits(found.checkpoint, config, vocab_size=inputs.vocab_size)
+        if not config.checkpoint.finetune:
+            schedule = LearningRate.from_config(config.optimizer, derived.run_length(config, world_size))
+            _reconciled(found.checkpoint, schedule, config)
+    return found
+
+
+def _reconciled(checkpoint: Checkpoint, schedule: LearningRate, config: RunConfig) -> LearningRate:
+    """Return the schedule of a run that goes on from a checkpoint; errors: see `reconcile`."""
+    saved = checkpoint.progress.get("learning_rate")
+    return reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer)
 
 
 def _check_fits(checkpoint: Checkpoint, config: RunConfig, *, vocab_size: int) -> None:
@@ -559,9 +571,7 @@ def _resume(
         state.loss_scale = scaler.start()  # a constant scale is no state of a dynamic one
     if not weights_only:
         components.engine.optimizer_step.fill_(state.optimizer_steps)
-    saved = checkpoint.progress.get("learning_rate")
-    rates = reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer)
-    return _Resumed(state, rates, checkpoint, fallback)
+    return _Resumed(state, _reconciled(checkpoint, schedule, config), checkpoint, fallback)
 
 
 def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:

@@ -1,12 +1,12 @@
 """Describes in a few lines what a configuration makes of a run, before processes have met or torch is loaded."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.data.samples import SampleSource
 from megazero.train.inputs import RunInputs
-from megazero.train.start import find_start
 from megazero.units import counted, format_count
 
 
@@ -33,8 +33,11 @@ def outline_sizes(config: RunConfig, world_size: int) -> Iterator[str]:
     yield f"length: {counted(run.steps, 'step')}, {samples:,} samples, {format_count(samples * length)} tokens"
 
 
-def outline(config: RunConfig, world_size: int, inputs: RunInputs) -> Iterator[str]:
-    """Yield lines about the whole run, whose configuration and files have passed `check`."""
+def outline(config: RunConfig, world_size: int, inputs: RunInputs, *, source: Path | None) -> Iterator[str]:
+    """Yield lines about the whole run, whose configuration and files have passed `check`.
+
+    source: the checkpoint that it starts from, None for initial weights.
+    """
     yield from outline_sizes(config, world_size)
     model = config.model
     padded = derived.padded_vocab_size(
@@ -55,7 +58,6 @@ def outline(config: RunConfig, world_size: int, inputs: RunInputs) -> Iterator[s
         passes = run.sizes.samples_after(run.steps) / inputs.train.samples_per_epoch
         paths += f", {inputs.train.num_tokens:,} tokens for training, read {passes:.3g} times"
     yield f"data: {paths}"
-    source = find_start(config.checkpoint).source
     start = "initial weights" if source is None else f"{source}{', its parameters alone' * config.checkpoint.finetune}"
     saved = "nothing is saved" if config.checkpoint.save is None else f"saves to {config.checkpoint.save}"
     yield f"start: from {start}; {saved}"

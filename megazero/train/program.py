@@ -27,7 +27,7 @@ from megazero.train.loop import train
 
 def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
     """Build the run and train; return the exit status of the process."""
-    check_checkpoint(config, inputs)
+    check_checkpoint(config, inputs, launch.world_size)
     parallel, logging = config.parallel, config.logging
     device = choose_device(parallel.device, launch)
     check_attention(config.training.attention_backend, device)

@@ -9,7 +9,7 @@ from torch import nn
 
 from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.engine_state import numbers_entry, numbers_of_all, saved_fragments
-from megazero.checkpoint.fallback import first_complete, refusal
+from megazero.checkpoint.fallback import Taken, first_complete, refusal
 from megazero.checkpoint.folder_lock import FolderLock
 from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.retention import ALL_STAY, Retention
@@ -137,18 +137,18 @@ def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> Iterator[dict
             yield {"setting": info.name, "from": before, "to": now}
 
 
-def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
+def find_checkpoint(config: CheckpointConfig) -> Taken | None:
     """Open the checkpoint of --load; None if there is none, as at the first start of a run that resumes itself.
 
-    Those that are damaged are passed over without a line, which `restore_first_sound` reports; with --strict-load they
-    are an error.
+    Those that are damaged are passed over, which a start reports once it has read the data; with --strict-load they are
+    an error.
     """
     if config.load is None:
         return None
     found = first_complete(config.load, lambda each: check_progress(each, config))
     if found is not None and config.strict_load and not found.is_newest:
         raise refusal(found, config.load, is_read=False)
-    return found and found.checkpoint
+    return found
 
 
 def check_progress(checkpoint: Checkpoint, config: CheckpointConfig) -> None:

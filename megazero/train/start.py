@@ -10,13 +10,11 @@ An empty --load is an error too, unless it is --save itself, so that one command
 later one, or --begin-without-checkpoint is given.  Nothing here needs torch.
 """
 
-import difflib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megazero.checkpoint.folders import MANIFEST, candidates, holds_checkpoint, list_steps, resolve
+from megazero.checkpoint.folders import MANIFEST, candidates, holds_checkpoint, neighbours, resolve
 from megazero.checkpoint.runs import ONE_RUN, RunIdentity, is_intact, name_of, newest_by_run, read_run, run_of
 from megazero.config.run import CheckpointConfig
 from megazero.errors import CheckpointError, Problem, raise_problems
@@ -59,7 +57,7 @@ def _source(config: CheckpointConfig) -> Path | None:
     if not config.finetune and (is_save or config.begin_without_checkpoint):
         return None
     state = "this folder holds none" if load.is_dir() else "there is no such folder"
-    ways = [f"--load {near}" for near in _neighbours(load)]
+    ways = [f"--load {near}" for near in neighbours(load)]
     ways += [] if config.finetune else ["--begin-without-checkpoint to start a new run from initial weights"]
     rule = f"--load takes up a checkpoint, and {state}"
     raise CheckpointError(Problem(f"--load {load}{' --finetune' * config.finetune}", rule, ", ".join(ways)))
@@ -68,15 +66,6 @@ def _source(config: CheckpointConfig) -> Path | None:
 def _candidates(load: Path) -> tuple[Path, ...]:
     """Return the step folders that --load may mean: itself, or those of a root in the order of preference."""
     return (load,) if (load / MANIFEST).exists() else candidates(load).folders
-
-
-def _neighbours(load: Path) -> list[Path]:
-    """Return the folders beside `load` that hold checkpoints and have the most similar names."""
-    try:
-        names = [name for name in os.listdir(load.parent) if list_steps(load.parent / name)]
-    except OSError:
-        return []
-    return [load.parent / name for name in difflib.get_close_matches(load.name, names, n=2)]
 
 
 def _is_same(load: Path, save: Path) -> bool:

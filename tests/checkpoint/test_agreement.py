@@ -30,6 +30,7 @@ def test_an_error_of_the_system_reaches_all_ranks_with_rank_and_cause() -> None:
     assert {type(result) for result in results} == {CheckpointError}
     assert {str(result) for result in results} == {
         "checkpoint error: rank 1: /disk/x\n    rule:  trying: No space left on device"
+        "\n    legal: free space, or another path"
     }
     assert isinstance(results[1].__cause__, OSError)
 

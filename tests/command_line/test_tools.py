@@ -99,6 +99,10 @@ def test_problems_of_argparse_have_the_form_of_all_others() -> None:
         "p --kind bpe --knd 3": [
             ("--knd 3", "there is no flag of this name; --help lists those that there are", "--kind")
         ],
+        "p --knd bpe": [
+            ("--knd", "there is no flag of this name; --help lists those that there are", "--kind"),
+            ("--kind is missing", "megazero tool needs it: the kind of tokenizer", "--kind bpe, --kind unigram"),
+        ],
         "p --kind": [
             ("argument --kind: expected one argument", "flags and their values are those that --help lists", "")
         ],

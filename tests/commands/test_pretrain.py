@@ -74,11 +74,19 @@ def test_a_check_says_what_the_run_would_be(tmp_path: Path, monkeypatch: pytest.
 def test_a_check_compares_the_checkpoint_that_would_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
+    """One that misses a file is passed over, as a start does; a schedule that has changed is refused."""
     files = ["--save", f"{tmp_path}", "--load", f"{tmp_path}"]
-    assert run_here([*SMALL, "--train-iters", "1", *files], monkeypatch) == 0
+    assert run_here([*SMALL, "--train-iters", "2", "--save-interval", "1", *files], monkeypatch) == 0
     capsys.readouterr()
     assert run_here([*SMALL, *files, "--check"], monkeypatch) == 0
-    assert f"start: from {tmp_path / 'step_0000001'}; saves to" in capsys.readouterr().out
+    assert f"start: from {tmp_path / 'step_0000002'}; saves to" in capsys.readouterr().out
+    (tmp_path / "step_0000002" / "rank_00000.safetensors").unlink()
+    assert run_here([*SMALL, *files, "--check"], monkeypatch) == 0
+    told = capsys.readouterr().out
+    assert f"start: from {tmp_path / 'step_0000001'}; saves to" in told
+    assert f"{tmp_path / 'step_0000001'} is complete and taken instead" in told
+    assert run_here([*SMALL, *files, "--lr", "0.5", "--check"], monkeypatch) == 2
+    assert "--lr 0.5; the checkpoint was saved with " in capsys.readouterr().err
     assert run_here([*SMALL, *files, "--hidden-size", "64", "--check"], monkeypatch) == 2
     assert "--hidden-size" in capsys.readouterr().err
 

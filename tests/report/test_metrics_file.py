@@ -191,6 +191,21 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
         MetricsFile(tmp_path)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device without room is Linux's")
+def test_a_full_disk_ends_no_run(tmp_path: Path) -> None:
+    path, said = tmp_path / "m.jsonl", list[str]()
+    file = MetricsFile(path, say=said.append)
+    file.step(step(1), [])
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file._file.fileno())
+    os.close(full)
+    for iteration in (2, 3):
+        file.step(step(iteration), [])
+    file.close()
+    assert said == [f"{path} cannot be written: No space left on device; training goes on without it"]
+    assert places(path) == ["1"]
+
+
 def test_a_fifo_is_refused_before_it_is_opened(tmp_path: Path) -> None:
     """Opening a FIFO waits for a program at its other end."""
     os.mkfifo(tmp_path / "fifo")

@@ -101,6 +101,6 @@ def train_run(rank: int, size: int, settings: dict[str, Any], inputs: RunInputs 
     config, launch, printed = tiny_run(**settings), Launch(rank, size, rank), io.StringIO()
     with contextlib.redirect_stdout(printed):
         checked = check(config, launch)
-        check_checkpoint(config, checked)
+        check_checkpoint(config, checked, size)
         reason = train(assemble(config, launch, CPU, inputs or checked))
     return Told(reason, printed.getvalue())

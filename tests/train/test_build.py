@@ -36,7 +36,7 @@ def refused(**settings: Any) -> str:
     config = tiny_run(**settings)
     inputs = check(config, ALONE)
     with pytest.raises(UserError) as caught:
-        check_checkpoint(config, inputs)
+        check_checkpoint(config, inputs, 1)
     return caught.value.render()
 
 
@@ -66,6 +66,7 @@ def finished(**settings: Any) -> Run:
         ({"seed": 9}, "--seed 9"),
         ({"seq_length": 4, "max_position_embeddings": 8}, "--seq-length 4"),
         ({"vocab_size": 40}, "--vocab-size 40"),
+        ({"lr_decay_style": "linear", "lr_decay_iters": 11}, "11; the checkpoint was saved with 10"),
     ],
     ids=str,
 )
@@ -77,7 +78,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_ranks_meet(
 
 def test_a_new_run_from_old_weights_may_have_another_seed(saved: Path) -> None:
     config = tiny_run(load=str(saved), finetune=True, seed=9)
-    check_checkpoint(config, check(config, ALONE))
+    check_checkpoint(config, check(config, ALONE), 1)
 
 
 # --- pure parts -------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def run_with_fault(rank: int, size: int, settings: dict[str, Any], fault: Fault)
     config, launch = tiny_run(**settings), Launch(rank, size, rank)
     with contextlib.redirect_stdout(io.StringIO()):
         checked = check(config, launch)
-        check_checkpoint(config, checked)
+        check_checkpoint(config, checked, size)
         run = assemble_run(config, launch, CPU, checked)
         if rank == fault.rank:
             fault.plant(run.context.engine.model)

@@ -176,7 +176,8 @@ def test_the_configuration_lies_beside_and_within(saved: Path) -> None:
 
 
 def find(path: Path | None) -> Checkpoint | None:
-    return find_checkpoint(CheckpointConfig(load=path))
+    found = find_checkpoint(CheckpointConfig(load=path))
+    return found and found.checkpoint
 
 
 def test_without_a_checkpoint_a_run_starts(tmp_path: Path) -> None:
