@@ -9,6 +9,7 @@ from typing import Any
 
 from megazero.command_line.tools import Number
 from megazero.config.run import DataConfig
+from megazero.data.rank_files import STYLES
 from megazero.data.storage import is_remote
 from megazero.data.tokenizers import FILES, TokenizerSpec
 from megazero.dialects.megatron import TOKENIZERS
@@ -18,6 +19,7 @@ from megazero.prepare.text.inputs import FORMATS
 
 # The flags of `add_tokenizer_arguments`, as attributes.
 TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
+_TIKTOKEN_FLAGS = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 _ASCII = re.compile(r"[\x00-\x7f]+")
 
 
@@ -92,14 +94,28 @@ def add_tokenizer_arguments(group: argparse._ArgumentGroup, *, required: bool) -
         "--tokenizer-model",
         "--tokenizer-name-or-path",
         metavar="FILE",
-        help="model of SentencePieceTokenizer; tokenizer.json of HuggingFaceTokenizer, or a folder that has one",
+        help="model of SentencePieceTokenizer; tokenizer.json of HuggingFaceTokenizer, or a folder that has one; ranks"
+        " of TikTokenizer",
+    )
+    group.add_argument(
+        "--tiktoken-pattern",
+        choices=tuple(STYLES),
+        help="TikTokenizer's rule for words: v1 and v2 of Megatron's JSON lists, others of .tiktoken files",
+    )
+    group.add_argument(
+        "--tiktoken-num-special-tokens",
+        action=Number,
+        kind="int",
+        ge=7,
+        metavar="N",
+        help="special tokens in front of the ranks of a JSON list (default: 1000)",
     )
 
 
 def tokenizer_spec(arguments: argparse.Namespace) -> TokenizerSpec:
     """Return the tokenizer that the flags set."""
     return TokenizerSpec(
-        arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.tokenizer_model
+        *(getattr(arguments, name) for name in (*TOKENIZER_FLAGS, *_TIKTOKEN_FLAGS)),
     )
 
 
@@ -110,6 +126,7 @@ def with_tokenizer_flags(data: DataConfig, arguments: argparse.Namespace) -> Dat
         word = getattr(arguments, name)
         if word is not None:
             given[name] = word if name == "tokenizer_type" else Path(word)
+    given |= {name: word for name in _TIKTOKEN_FLAGS if (word := getattr(arguments, name)) is not None}
     return replace(data, **given)
 
 
