@@ -579,7 +579,14 @@ def _resume(
     if not weights_only:
         components.engine.optimizer_step.fill_(state.optimizer_steps)
     saved = checkpoint.progress.get("learning_rate")
-    rates = reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer)
+    sizes = derived.step_sizes(config, components.mesh.topology.world_size)
+    is_constant = len(sizes.sizes) == 1 and state.consumed_samples == state.iteration * sizes.largest
+    rates = reconcile(
+        schedule,
+        saved if isinstance(saved, dict) else {},
+        config.optimizer,
+        step_size=sizes.largest if is_constant else None,
+    )
     return _Resumed(state, rates, checkpoint, fallback)
 
 
