@@ -89,7 +89,7 @@ class TokenizerSpec:
     merge_file: str | None = None
     tokenizer_model: str | None = None
     tiktoken_pattern: str | None = None
-    tiktoken_num_special_tokens: int | None = None
+    tiktoken_num_special_tokens: int = NUM_SPECIAL_TOKENS
 
     def files(self) -> dict[str, Path]:
         """Return the files this type reads, by field name; raises DataError for an unknown type or missing files."""
@@ -110,13 +110,8 @@ class TokenizerSpec:
         if self.type != TIKTOKEN:
             return digests
         in_list = is_list(content["tokenizer_model"])
-        number = {"tiktoken_num_special_tokens": str(self.num_special_tokens)} if in_list else {}
+        number = {"tiktoken_num_special_tokens": str(self.tiktoken_num_special_tokens)} if in_list else {}
         return {**digests, "tiktoken_pattern": self.tiktoken_pattern or "v2", **number}
-
-    @property
-    def num_special_tokens(self) -> int:
-        """The special tokens in front of a JSON list of ranks."""
-        return NUM_SPECIAL_TOKENS if self.tiktoken_num_special_tokens is None else self.tiktoken_num_special_tokens
 
     @classmethod
     def recorded(cls, kind: str, paths: Mapping[str, Path], digests: Mapping[str, str]) -> "TokenizerSpec":
@@ -126,7 +121,7 @@ class TokenizerSpec:
             kind,
             **{name: str(path) for name, path in paths.items()},
             tiktoken_pattern=digests.get("tiktoken_pattern"),
-            tiktoken_num_special_tokens=int(number) if number.isdecimal() else None,
+            tiktoken_num_special_tokens=int(number) if number.isdecimal() else NUM_SPECIAL_TOKENS,
         )
 
     def paths(self) -> dict[str, str]:
@@ -144,7 +139,7 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     if spec.type == HUGGING_FACE:
         return JsonTokenizer(files["tokenizer_model"])
     if spec.type == TIKTOKEN:
-        return RankTokenizer(files["tokenizer_model"], spec.tiktoken_pattern, spec.num_special_tokens)
+        return RankTokenizer(files["tokenizer_model"], spec.tiktoken_pattern, spec.tiktoken_num_special_tokens)
     return ByteTokenizer()
 
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,7 @@ def add_tokenizer_arguments(group: argparse._ArgumentGroup, *, required: bool) -
 
 def tokenizer_spec(arguments: argparse.Namespace) -> TokenizerSpec:
     """Return the tokenizer that the flags set."""
-    return TokenizerSpec(
-        *(getattr(arguments, name) for name in (*TOKENIZER_FLAGS, *_TIKTOKEN_FLAGS)),
-    )
+    return TokenizerSpec(*(getattr(arguments, name) for name in TOKENIZER_FLAGS), **_given(arguments, _TIKTOKEN_FLAGS))
 
 
 def with_tokenizer_flags(data: DataConfig, arguments: argparse.Namespace) -> DataConfig:
@@ -126,8 +125,12 @@ def with_tokenizer_flags(data: DataConfig, arguments: argparse.Namespace) -> Dat
         word = getattr(arguments, name)
         if word is not None:
             given[name] = word if name == "tokenizer_type" else Path(word)
-    given |= {name: word for name in _TIKTOKEN_FLAGS if (word := getattr(arguments, name)) is not None}
-    return replace(data, **given)
+    return replace(data, **given, **_given(arguments, _TIKTOKEN_FLAGS))
+
+
+def _given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of those of these flags that are given, by attribute."""
+    return {name: word for name in names if (word := getattr(arguments, name)) is not None}
 
 
 def add_shard_arguments(group: argparse._ArgumentGroup) -> None:

@@ -247,5 +247,5 @@ def test_wrong_files_are_refused(
     else:
         path.write_text(content)
     with pytest.raises(DataError) as error:
-        load_tokenizer(TokenizerSpec("TikTokenizer", None, None, str(path), style, special))
+        load_tokenizer(TokenizerSpec("TikTokenizer", None, None, str(path), style, special or 1000))
     assert told in str(error.value)
