@@ -22,7 +22,7 @@ CORPORA = ["datasketch>=1.6", "ftfy>=6.1", "py3langid>=0.3", "pyarrow>=15"]
 # What tests compare megazero with; without one of these its tests are skipped.  Where Megatron's
 # core has no wheels, a compiler would have to build it.
 MEGATRON = "megatron-core>=0.16; platform_system == 'Linux' and python_version < '3.14'"
-COMPARED = [MEGATRON, "transformers>=4.41"]
+COMPARED = [MEGATRON, "tiktoken>=0.7", "transformers>=4.41"]
 
 setup(
     name="megazero",

@@ -141,6 +141,8 @@ def resolve(argv: Sequence[str] | None = None, *, world_size: int | None = None)
     strict = _is_strict(gathered, words)
     flags = [word for word in words if word.flag_name not in (*_SOURCES, _STRICT)]
     deepspeed = _take_flags(gathered, flags, _values(words, "deepspeed-config"), world_size or 1)
+    if not any(word.flag_name == "tokenizer-type" for word in flags):
+        _imply_tokenizer(gathered)
     outcome = gathered.outcome()
     for item in gathered.following:
         _check_following(gathered, item, outcome.partial)
@@ -326,6 +328,16 @@ def _with_own_tokenizer(gathered: _Gathered, raw: Sequence[RawValue]) -> list[Ra
             continue
         items.append(item)
     return items
+
+
+def _imply_tokenizer(gathered: _Gathered) -> None:
+    """Add GPT-2's tokenizer where both of its files are given and no type is, as Megatron-LM's examples do."""
+    files = [gathered.settings.get(name) for name in ("vocab_file", "merge_file")]
+    given = " ".join(item.source for item in files if item is not None)
+    if None in files or "tokenizer_type" in gathered.settings.keys() | gathered.broken.keys():
+        return
+    gathered.put("tokenizer_type", ParsedValue("tokenizer_type", "GPT2BPETokenizer", given, Origin.FOREIGN))
+    gathered.notices.append(f"{given}: taken as --tokenizer-type GPT2BPETokenizer")
 
 
 def _only_word(item: RawValue) -> str:

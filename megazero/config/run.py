@@ -190,15 +190,25 @@ class DataConfig:
     )
     mock_data: bool = setting(False, help="train on made-up tokens instead of a corpus; for timings")
     tokenizer_type: (
-        Literal["GPT2BPETokenizer", "SentencePieceTokenizer", "ByteTokenizer", "HuggingFaceTokenizer"] | None
+        Literal["GPT2BPETokenizer", "SentencePieceTokenizer", "ByteTokenizer", "HuggingFaceTokenizer", "TikTokenizer"]
+        | None
     ) = setting(None, help="tokenizer that made the corpus; without it, what the corpus's own description says")
     tokenizer_model: Path | None = setting(
         None,
-        help="SentencePieceTokenizer: model file; HuggingFaceTokenizer: tokenizer.json, or a folder that has one",
+        help="SentencePieceTokenizer: model file; HuggingFaceTokenizer: tokenizer.json, or a folder that has one;"
+        " TikTokenizer: file of ranks",
         aliases=("tokenizer-name-or-path",),
     )
     vocab_file: Path | None = setting(None, help="GPT2BPETokenizer: vocab.json")
     merge_file: Path | None = setting(None, help="GPT2BPETokenizer: merges.txt")
+    tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k", "o200k", "llama3"] | None = setting(
+        None,
+        help="TikTokenizer: rule by which text is cut into words, and the special tokens: v1 and v2 (without it) of"
+        " Megatron's JSON lists, the others of .tiktoken files",
+    )
+    tiktoken_num_special_tokens: int = setting(
+        1000, help="TikTokenizer: special tokens in front of the ranks of a JSON list", unit="tokens", ge=7
+    )
     num_workers: int = setting(
         2, help="steps whose batches are read ahead in the background; 0 reads them when needed", unit="steps", ge=0
     )

@@ -28,7 +28,8 @@ class Sidecar:
     """Facts about one corpus; counts are of the whole corpus.
 
     text_bytes: UTF-8 bytes of the documents' text; end-of-document tokens stand for none.
-    tokenizer_files: SHA-256 by the name of the flag's field ("tokenizer_model").
+    tokenizer_files: SHA-256 by the name of the flag's field ("tokenizer_model"), and by their names the values of flags
+    that ids depend on too ("tiktoken_pattern").
     token_bytes: UTF-8 bytes of text that every id stands for [vocab_size].
     digests: xxh3_128 of the files in hexadecimal, by ending ("bin", "idx"); empty from older writers.
     split_documents: tokens of the longest sequence that a document was cut into, 0 if documents are whole.
@@ -63,7 +64,7 @@ def recorded_tokenizer(sidecar: Sidecar, folder: Path) -> TokenizerSpec | None:
         name: Path(path) for name, path in sidecar.tokenizer_paths.items() if name in FILES[sidecar.tokenizer_type]
     }
     for files in (where, {name: folder / path.name for name, path in where.items()}):
-        spec = TokenizerSpec(sidecar.tokenizer_type, **{name: str(path) for name, path in files.items()})
+        spec = TokenizerSpec.recorded(sidecar.tokenizer_type, files, sidecar.tokenizer_files)
         if not spec.problems() and spec.digests() == dict(sidecar.tokenizer_files):
             return spec
     return None

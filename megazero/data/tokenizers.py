@@ -10,11 +10,13 @@ Every tokenizer has an *end-of-document* id (eod), which preprocessing appends t
     HuggingFaceTokenizer     --tokenizer-model: a tokenizer.json, or a folder that has one; eod is the eos_token of
                              the tokenizer_config.json beside it, else a token called <|endoftext|>, </s> and so on;
                              signs that the file's template would put around a text are left out
+    TikTokenizer             --tokenizer-model: a file of ranks (rank_files.py), whose words are cut as
+                             --tiktoken-pattern says; eod is its </s>, <|endoftext|> or <|end_of_text|>
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +28,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from megazero.data.rank_files import is_list, read_vocabulary, tokenizer_of
 from megazero.errors import DataError, Problem, first_line, raise_problems
 from megazero.files import cannot_read, parse_json, read_bounded
 from megazero.rules.files import JSON_FILE, TOKENIZER_FILES, tokenizer_file
@@ -37,6 +40,8 @@ GPT2_BPE = "GPT2BPETokenizer"
 SENTENCE_PIECE = "SentencePieceTokenizer"
 BYTE = "ByteTokenizer"
 HUGGING_FACE = "HuggingFaceTokenizer"
+TIKTOKEN = "TikTokenizer"
+NUM_SPECIAL_TOKENS = 1000
 # {type of tokenizer: names of the flags of the files it reads}
 FILES = MappingProxyType(dict(TOKENIZER_FILES))
 
@@ -77,12 +82,14 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A tokenizer's type and files, as the tokenizer flags set them."""
+    """A tokenizer's type and files, as the tokenizer flags set them; the last two are of TikTokenizer alone."""
 
     type: str
     vocab_file: str | None = None
     merge_file: str | None = None
     tokenizer_model: str | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = NUM_SPECIAL_TOKENS
 
     def files(self) -> dict[str, Path]:
         """Return the files this type reads, by field name; raises DataError for an unknown type or missing files."""
@@ -97,8 +104,25 @@ class TokenizerSpec:
         return [problem for problem in found if problem]
 
     def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every file, in hexadecimal, by field name."""
-        return {name: hashlib.sha256(_content(path)).hexdigest() for name, path in self.files().items()}
+        """Return the SHA-256 of every file, in hexadecimal, and what else ids depend on, by field name."""
+        content = {name: _content(path) for name, path in self.files().items()}
+        digests = {name: hashlib.sha256(each).hexdigest() for name, each in content.items()}
+        if self.type != TIKTOKEN:
+            return digests
+        in_list = is_list(content["tokenizer_model"])
+        number = {"tiktoken_num_special_tokens": str(self.tiktoken_num_special_tokens)} if in_list else {}
+        return {**digests, "tiktoken_pattern": self.tiktoken_pattern or "v2", **number}
+
+    @classmethod
+    def recorded(cls, kind: str, paths: Mapping[str, Path], digests: Mapping[str, str]) -> "TokenizerSpec":
+        """Return the tokenizer of a type whose `digests` were recorded, with its files at these paths."""
+        number = digests.get("tiktoken_num_special_tokens", "")
+        return cls(
+            kind,
+            **{name: str(path) for name, path in paths.items()},
+            tiktoken_pattern=digests.get("tiktoken_pattern"),
+            tiktoken_num_special_tokens=int(number) if number.isdecimal() else NUM_SPECIAL_TOKENS,
+        )
 
     def paths(self) -> dict[str, str]:
         """Return the whole path of every file by field name, which is the same in any working directory."""
@@ -114,6 +138,8 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         return SentencePieceTokenizer(files["tokenizer_model"])
     if spec.type == HUGGING_FACE:
         return JsonTokenizer(files["tokenizer_model"])
+    if spec.type == TIKTOKEN:
+        return RankTokenizer(files["tokenizer_model"], spec.tiktoken_pattern, spec.tiktoken_num_special_tokens)
     return ByteTokenizer()
 
 
@@ -265,6 +291,35 @@ class JsonTokenizer:
         for number, added in self._tokenizer.get_added_tokens_decoder().items():
             sizes[number] = 0 if added.special or number == self.eod else len(added.content.encode())
         return sizes
+
+
+class RankTokenizer:
+    """A tokenizer by a file of ranks, as tiktoken is."""
+
+    def __init__(self, file: Path, style: str | None, num_special_tokens: int) -> None:
+        vocabulary = read_vocabulary(file, _content(file), style, num_special_tokens)
+        self._tokenizer = tokenizer_of(vocabulary)
+        self._tokens = vocabulary.tokens
+        self.vocab_size = vocabulary.size
+        self.eod = vocabulary.eod
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; the name of a special token in it becomes that token's id."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        return _decode_runs(self, ids, lambda run: self._tokenizer.decode(run, skip_special_tokens=False))
+
+    def description(self) -> str:
+        """Return the whole tokenizer as one JSON text, in the library's own form (tokenizer.json)."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    def token_bytes(self) -> list[int]:
+        """Return the bytes of every token, 0 for special tokens and ids that stand for nothing."""
+        return [len(self._tokens.get(number, b"")) for number in range(self.vocab_size)]
 
 
 def _text_bytes(token: str) -> int:

@@ -1,6 +1,6 @@
 """Makes the two files by which transformers loads a tokenizer: tokenizer.json and tokenizer_config.json.
 
-    GPT2BPETokenizer         the same model of the `tokenizers` library
+    GPT2BPETokenizer         the same model of the `tokenizers` library, as TikTokenizer's is
     ByteTokenizer            a byte-level BPE without merges
     SentencePieceTokenizer   the library's BPE or unigram model of the same pieces, with the bytes of characters that
                              no piece has, the model's normalization, and its prefix of a space, if it has one
@@ -18,7 +18,15 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from megazero.data.rank_files import byte_characters
+from megazero.data.tokenizers import (
+    END_OF_TEXT,
+    Gpt2BpeTokenizer,
+    JsonTokenizer,
+    RankTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
 from megazero.errors import DataError, Problem
 
 _SPACE = "\u2581"  # SentencePiece's sign for a space
@@ -51,7 +59,7 @@ def files_for_transformers(tokenizer: Tokenizer, *, longest: int) -> dict[str, s
 
 
 def _converted(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
-    if isinstance(tokenizer, Gpt2BpeTokenizer):
+    if isinstance(tokenizer, Gpt2BpeTokenizer | RankTokenizer):
         return HuggingFaceTokenizer.from_str(tokenizer.description())
     if isinstance(tokenizer, JsonTokenizer):
         made = HuggingFaceTokenizer.from_str(tokenizer.content)
@@ -61,19 +69,12 @@ def _converted(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
     if isinstance(tokenizer, SentencePieceTokenizer):
         return _of_sentence_piece(tokenizer)
     # Every byte has a character, and the 256 characters are the pieces, in the order of bytes.
-    alphabet = {piece: number for number, piece in enumerate(_byte_characters())}
+    alphabet = {piece: number for number, piece in enumerate(byte_characters())}
     made = HuggingFaceTokenizer(models.BPE(alphabet, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return made
-
-
-def _byte_characters() -> list[str]:
-    """Return the character that byte-level BPE has for each byte: its own, or one of those beyond them, in order."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    beyond = iter(sorted(character for character in alphabet if ord(character) > 255))
-    return [chr(byte) if chr(byte) in alphabet else next(beyond) for byte in range(256)]
 
 
 def _of_sentence_piece(tokenizer: SentencePieceTokenizer) -> HuggingFaceTokenizer:

@@ -395,6 +395,7 @@ REFUSED: Mapping[str, str] = _rows(
             " hidden-size-teacher num-attention-heads-teacher",
         ),
         ("optimizer states have the master weights' format", "use-bnb-optimizer"),
+        ("special tokens have the names that Megatron-LM's defaults give them", "tiktoken-special-tokens"),
         ("the micro-batches of a step follow from the sizes of the batch", "gas"),
         ("every sample has --seq-length tokens", "variable-seq-lengths"),
         (

@@ -489,8 +489,13 @@ class LearningRate:
         return problems
 
 
-def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerConfig) -> LearningRate:
+def reconcile(
+    given: LearningRate, saved: Mapping[str, Any], config: OptimizerConfig, *, step_size: int | None = None
+) -> LearningRate:
     """Return the schedule of a resumed run: `given` by this command line against `saved` in the checkpoint.
+
+    step_size: the samples of every step of the run, those before the checkpoint included; None if steps differ.  Then
+    lengths in steps and in samples can be compared.
 
     They have to agree unless the user chooses one: --override-opt-param-scheduler takes the command line's,
     --use-checkpoint-opt-param-scheduler the checkpoint's.  Raises `CheckpointError` with every field that differs.
@@ -521,6 +526,8 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
         "decoupled": {},
         **saved,
     }  # fields that older checkpoints do not have
+    if _in_samples(given.to_json(), step_size) == _in_samples(saved, step_size):
+        return given
     problems = [
         Problem(
             f"{_flag(given, name)} {value}; the checkpoint was saved with {saved.get(name)}",
@@ -532,6 +539,19 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
     ]
     raise_problems(CheckpointError, problems)
     return given
+
+
+def _in_samples(rate: Mapping[str, Any], step_size: int | None) -> dict[str, Any]:
+    """Return the fields of a schedule in steps as those of the same schedule in samples; others as they are.
+
+    Two shapes are not the same in both: a logarithmic warm-up, and an inverse square root without a warm-up.
+    """
+    is_other = rate["warmup_type"] == "log" or (rate["style"] == "inverse-square-root" and not rate["warmup_steps"])
+    if step_size is None or rate["unit"] != "steps" or rate["params"] or is_other:
+        return dict(rate)
+    lengths = {name: rate[name] * step_size for name in ("warmup_steps", "decay_steps", "fall_steps")}
+    grows = {"length": rate["weight_decay"]["length"] * step_size} if rate["weight_decay"] else {}
+    return {**rate, **lengths, "unit": "samples", "weight_decay": {**rate["weight_decay"], **grows}}
 
 
 def _increase(config: OptimizerConfig, length: float) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 import argparse
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megazero.command_line.tools import Number
 from megazero.config.run import DataConfig
+from megazero.data.rank_files import STYLES
 from megazero.data.storage import is_remote
 from megazero.data.tokenizers import FILES, TokenizerSpec
 from megazero.dialects.megatron import TOKENIZERS
@@ -18,6 +20,7 @@ from megazero.prepare.text.inputs import FORMATS
 
 # The flags of `add_tokenizer_arguments`, as attributes.
 TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
+_TIKTOKEN_FLAGS = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 _ASCII = re.compile(r"[\x00-\x7f]+")
 
 
@@ -92,15 +95,27 @@ def add_tokenizer_arguments(group: argparse._ArgumentGroup, *, required: bool) -
         "--tokenizer-model",
         "--tokenizer-name-or-path",
         metavar="FILE",
-        help="model of SentencePieceTokenizer; tokenizer.json of HuggingFaceTokenizer, or a folder that has one",
+        help="model of SentencePieceTokenizer; tokenizer.json of HuggingFaceTokenizer, or a folder that has one; ranks"
+        " of TikTokenizer",
+    )
+    group.add_argument(
+        "--tiktoken-pattern",
+        choices=tuple(STYLES),
+        help="TikTokenizer's rule for words: v1 and v2 of Megatron's JSON lists, others of .tiktoken files",
+    )
+    group.add_argument(
+        "--tiktoken-num-special-tokens",
+        action=Number,
+        kind="int",
+        ge=7,
+        metavar="N",
+        help="special tokens in front of the ranks of a JSON list (default: 1000)",
     )
 
 
 def tokenizer_spec(arguments: argparse.Namespace) -> TokenizerSpec:
     """Return the tokenizer that the flags set."""
-    return TokenizerSpec(
-        arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.tokenizer_model
-    )
+    return TokenizerSpec(*(getattr(arguments, name) for name in TOKENIZER_FLAGS), **_given(arguments, _TIKTOKEN_FLAGS))
 
 
 def with_tokenizer_flags(data: DataConfig, arguments: argparse.Namespace) -> DataConfig:
@@ -110,7 +125,12 @@ def with_tokenizer_flags(data: DataConfig, arguments: argparse.Namespace) -> Dat
         word = getattr(arguments, name)
         if word is not None:
             given[name] = word if name == "tokenizer_type" else Path(word)
-    return replace(data, **given)
+    return replace(data, **given, **_given(arguments, _TIKTOKEN_FLAGS))
+
+
+def _given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of those of these flags that are given, by attribute."""
+    return {name: word for name in names if (word := getattr(arguments, name)) is not None}
 
 
 def add_shard_arguments(group: argparse._ArgumentGroup) -> None:

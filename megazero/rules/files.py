@@ -159,6 +159,7 @@ TOKENIZER_FILES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("SentencePieceTokenizer", ("tokenizer_model",)),
     ("ByteTokenizer", ()),
     ("HuggingFaceTokenizer", ("tokenizer_model",)),
+    ("TikTokenizer", ("tokenizer_model",)),
 )
 JSON_FILE = "tokenizer.json"
 

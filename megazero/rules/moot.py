@@ -497,6 +497,13 @@ def _tokenizer_reads_no(setting: str) -> Row[RunConfig]:
     return Row((setting,), because, {"tokenizer_type": kinds[0]})
 
 
+def _has_special_tokens_behind(config: RunConfig) -> str:
+    data = config.data
+    if data.tokenizer_type != "TikTokenizer" or data.tiktoken_pattern in (None, "v1", "v2"):
+        return ""
+    return f"--tiktoken-pattern {data.tiktoken_pattern} says how many special tokens there are"
+
+
 def _no_ledger_is_read(config: RunConfig) -> str:
     logging = config.logging
     read = logging.metrics_file or derived.tensorboard_dir(config) or logging.ledger_dir
@@ -728,6 +735,12 @@ RUN: tuple[Row[RunConfig], ...] = (
     Row(("mmap_bin_files",), _maps_nothing),
     Row(("data_cache_path",), _caches_nothing),
     *map(_tokenizer_reads_no, _TOKENIZERS_OF),
+    Row(
+        ("tiktoken_pattern", "tiktoken_num_special_tokens"),
+        lambda c: "" if c.data.tokenizer_type == "TikTokenizer" else "only TikTokenizer reads a file of ranks",
+        {"tokenizer_type": "TikTokenizer"},
+    ),
+    Row(("tiktoken_num_special_tokens",), _has_special_tokens_behind, {"tiktoken_pattern": "v2"}),
     Row(
         ("tensorboard_queue_size",),
         lambda c: "TensorBoard is written into a folder" if derived.tensorboard_dir(c) is None else "",

@@ -109,14 +109,21 @@ def check_checkpoint(config: RunConfig, inputs: RunInputs, world_size: int) -> T
         _check_fits(found.checkpoint, config, vocab_size=inputs.vocab_size)
         if not config.checkpoint.finetune:
             schedule = LearningRate.from_config(config.optimizer, derived.run_length(config, world_size))
-            _reconciled(found.checkpoint, schedule, config)
+            _reconciled(found.checkpoint, schedule, config, world_size)
     return found
 
 
-def _reconciled(checkpoint: Checkpoint, schedule: LearningRate, config: RunConfig) -> LearningRate:
+def _reconciled(checkpoint: Checkpoint, schedule: LearningRate, config: RunConfig, world_size: int) -> LearningRate:
     """Return the schedule of a run that goes on from a checkpoint; errors: see `reconcile`."""
-    saved = checkpoint.progress.get("learning_rate")
-    return reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer)
+    saved, sizes = checkpoint.progress.get("learning_rate"), derived.step_sizes(config, world_size)
+    iteration, samples = (checkpoint.progress.get(name) for name in ("iteration", "consumed_samples"))
+    is_constant = len(sizes.sizes) == 1 and isinstance(iteration, int) and samples == iteration * sizes.largest
+    return reconcile(
+        schedule,
+        saved if isinstance(saved, dict) else {},
+        config.optimizer,
+        step_size=sizes.largest if is_constant else None,
+    )
 
 
 def _check_fits(checkpoint: Checkpoint, config: RunConfig, *, vocab_size: int) -> None:
@@ -571,7 +578,8 @@ def _resume(
         state.loss_scale = scaler.start()  # a constant scale is no state of a dynamic one
     if not weights_only:
         components.engine.optimizer_step.fill_(state.optimizer_steps)
-    return _Resumed(state, _reconciled(checkpoint, schedule, config), checkpoint, fallback)
+    world_size = components.mesh.topology.world_size
+    return _Resumed(state, _reconciled(checkpoint, schedule, config, world_size), checkpoint, fallback)
 
 
 def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:

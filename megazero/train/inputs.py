@@ -79,6 +79,8 @@ def tokenizer_spec(data: DataConfig) -> TokenizerSpec | None:
         vocab_file=_text(data.vocab_file),
         merge_file=_text(data.merge_file),
         tokenizer_model=_text(data.tokenizer_model),
+        tiktoken_pattern=data.tiktoken_pattern,
+        tiktoken_num_special_tokens=data.tiktoken_num_special_tokens,
     )
 
 

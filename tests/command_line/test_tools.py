@@ -13,7 +13,7 @@ from megazero.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted((ROOT / "megazero/commands").glob("*.py"))
 ACTIONS = {"checkpoint": ["inspect"], "convert": ["export"]}
-SHARED = {"preprocess": ["--num-shards", "--shard-index"]}
+SHARED = {"preprocess": ["--num-shards", "--shard-index", "--tiktoken-num-special-tokens"]}
 
 
 def number_flags(path: Path) -> list[tuple[str, str]]:

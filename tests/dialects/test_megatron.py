@@ -166,6 +166,18 @@ def test_effects_that_are_not_there_are_refused(words: str, told: str) -> None:
     assert problem.given == words and problem.rule.startswith("refused: ") and told in str(problem)
 
 
+def test_gpt2s_files_alone_name_its_tokenizer() -> None:
+    files = ["--vocab-file", "vocab.json", "--merge-file", "merges.txt"]
+    parsed = parse([*GOOD, *files])
+    assert parsed.config.data.tokenizer_type == "GPT2BPETokenizer"
+    told = "--vocab-file vocab.json --merge-file merges.txt: taken as --tokenizer-type GPT2BPETokenizer"
+    assert told in parsed.notices
+    for others in (files[:2], [*files, "--tokenizer-type", "NullTokenizer"]):
+        assert parse([*GOOD, *others]).config.data.tokenizer_type is None
+    bytewise = parse([*GOOD, *files, "--tokenizer-type", "ByteTokenizer"])
+    assert bytewise.config.data.tokenizer_type == "ByteTokenizer"
+
+
 def test_what_is_legal_instead_is_a_setting() -> None:
     """Every row answers a flag that is refused, and names only flags that exist."""
     flags = {info.flag for info in FIELDS} | {"--config"}

@@ -458,6 +458,41 @@ def test_a_fall_in_steps_is_the_last_ones_of_a_ramp() -> None:
         schedule(style="WSD", fall_steps=5)
 
 
+@pytest.mark.parametrize("style", ["linear", "cosine", "WSD", "inverse-square-root", "constant"])
+def test_a_schedule_in_steps_goes_on_in_samples(style: str) -> None:
+    """A checkpoint whose lengths are steps goes on with --train-samples of the same steps, and the other way."""
+    config = OptimizerConfig(
+        lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_iters=3, weight_decay_incr_style="linear",
+        start_weight_decay=0.1, end_weight_decay=0.5, lr_wsd_decay_iters=5 if style == "WSD" else None,
+    )  # fmt: skip
+    sizes = StepSizes.constant(4)
+    steps = LearningRate.from_config(config, RunLength(20, sizes))
+    samples = LearningRate.from_config(config, RunLength(20, sizes, 80))
+    assert (steps.unit, samples.unit) == ("steps", "samples")
+    for step in range(24):
+        assert steps.at(step) == samples.at(4 * step) and steps.weight_decay_at(step) == samples.weight_decay_at(
+            4 * step
+        )
+    assert reconcile(samples, steps.to_json(), config, step_size=4) == samples
+    assert reconcile(steps, samples.to_json(), config, step_size=4) == steps
+    older = {name: value for name, value in steps.to_json().items() if name not in ("unit", "fall_steps", "fall_style")}
+    if style != "WSD":
+        assert reconcile(samples, older, config, step_size=4) == samples
+    for size in (None, 5):
+        with pytest.raises(CheckpointError, match="lengths in samples; the checkpoint was saved with steps"):
+            reconcile(samples, steps.to_json(), config, step_size=size)
+
+
+@pytest.mark.parametrize(("warmup", "shape", "step"), [(5, "log", 3), (0, "linear", 3)])
+def test_shapes_that_differ_in_samples_are_no_equals(warmup: int, shape: str, step: int) -> None:
+    kind = {"peak": 1.0, "minimum": 0.0, "style": "inverse-square-root", "warmup_type": shape}
+    steps = LearningRate(warmup_steps=warmup, decay_steps=20, **kind)
+    samples = LearningRate(warmup_steps=4 * warmup, decay_steps=80, unit="samples", **kind)
+    assert steps.at(step) != samples.at(4 * step)
+    with pytest.raises(CheckpointError, match="lengths in samples"):
+        reconcile(samples, steps.to_json(), OptimizerConfig(lr=1.0), step_size=4)
+
+
 def test_a_schedule_in_samples_is_the_same_for_every_batch_size() -> None:
     """A run that is given in samples may be resumed with another global batch; one in steps has the same steps."""
     config = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.1)

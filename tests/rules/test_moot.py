@@ -207,6 +207,15 @@ RUN_CASES = (
     Case("mmap_bin_files", False, NOTICE, REMOTE, CORPUS),
     Case("data_cache_path", "cache", NOTICE, {}, REMOTE),
     Case("data_cache_path", "cache", NOTICE, OWN_CORPORA, {**OWN_CORPORA, "valid_data_path": ["s3://bucket/b"]}),
+    Case("tiktoken_pattern", "v1", ERROR, {}, {"tokenizer_type": "TikTokenizer"}),
+    Case("tiktoken_num_special_tokens", 9, ERROR, {}, {"tokenizer_type": "TikTokenizer"}),
+    Case(
+        "tiktoken_num_special_tokens",
+        9,
+        ERROR,
+        {"tokenizer_type": "TikTokenizer", "tiktoken_pattern": "llama3"},
+        {"tokenizer_type": "TikTokenizer", "tiktoken_pattern": "v1"},
+    ),
     Case("vocab_file", "v", NOTICE, {}, {"tokenizer_type": "GPT2BPETokenizer"}),
     Case("merge_file", "m", NOTICE, {"tokenizer_type": "ByteTokenizer"}, {"tokenizer_type": "GPT2BPETokenizer"}),
     Case(

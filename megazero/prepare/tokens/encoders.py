@@ -25,7 +25,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from megazero.data.tokenizers import (
+    END_OF_TEXT,
+    Gpt2BpeTokenizer,
+    JsonTokenizer,
+    RankTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
+from megazero.errors import first_line
 
 Ids = Sequence[int] | NDArray[Any]
 # A text, or its UTF-8, whichever exists: gigatoken reads both, and conversion takes time.
@@ -93,6 +101,8 @@ def fastest_encoder(tokenizer: Tokenizer) -> Encoder:
     """Return the fastest encoder with the same ids as `tokenizer.encode`."""
     if isinstance(tokenizer, Gpt2BpeTokenizer):
         return _checked(tokenizer, "tokenizers", _byte_level)
+    if isinstance(tokenizer, RankTokenizer):
+        return _checked(tokenizer, "tokenizers", _ranked)
     if isinstance(tokenizer, SentencePieceTokenizer):
         return _checked(tokenizer, "sentencepiece", _sentence_pieces)
     if isinstance(tokenizer, JsonTokenizer):
@@ -126,8 +136,8 @@ def _checked(tokenizer: Tokenizer, library: str, make: Callable[[Any, Any], _Fas
         fast = make(gigatoken.Tokenizer, tokenizer)
     except ImportError:
         return Encoder(slow, library, f"gigatoken is not installed: {library} encodes, much slower")
-    except (AttributeError, ValueError) as error:  # another version's interface, a model it does not support
-        return Encoder(slow, library, f"{library} encodes, slower: {error}")
+    except (AttributeError, RuntimeError, ValueError) as error:  # another interface, a model it does not support
+        return Encoder(slow, library, f"{library} encodes, slower: {first_line(error)}")
     odd = next((probe for probe in ASCII_PROBES if _differs(fast, slow, probe)), None)
     if odd is not None:
         return Encoder(slow, library, f"gigatoken differs from {library} on {odd[:40]!r}: {library} encodes")
@@ -164,6 +174,15 @@ def _byte_level(library: Any, tokenizer: Gpt2BpeTokenizer) -> _Fast:
         library.from_json(tokenizer.description()).backend.encode,
         lambda content: content.isascii() or known.contain_all_of(content),
         cut=BEFORE_LINE_END.split,
+    )
+
+
+def _ranked(library: Any, tokenizer: RankTokenizer) -> _Fast:
+    known = _KnownCharacters()
+    # Words of most styles go on to a line's end, so that a text is not cut there.
+    return _Fast(
+        library.from_json(tokenizer.description()).backend.encode,
+        lambda content: content.isascii() or known.contain_all_of(content),
     )
 
 

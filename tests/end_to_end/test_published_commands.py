@@ -1,0 +1,82 @@
+"""Published examples of Megatron-LM and Megatron-DeepSpeed train as they are, but for paths, sizes and the program."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.launch import read_steps, run_torchrun
+from support.token_files import write_corpus, write_gpt2_files
+
+# The words of Megatron-LM's GPT-3 example in the order that it gives them; sizes stand for {}.
+GPT_3 = """
+--num-layers {2} --hidden-size {16} --num-attention-heads {4} --seq-length {16} --max-position-embeddings {16}
+--attention-backend auto
+--micro-batch-size 1 --global-batch-size {8} --step-batch-size-schedule {0:2 64:4 192:8} --train-iters {6}
+--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5
+--lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters {5}
+--tensor-model-parallel-size {1} --pipeline-model-parallel-size {2}
+--data-path DATA --vocab-file VOCAB --merge-file MERGES --split 949,50,1
+--log-interval 100 --save-interval 10000 --eval-interval 1000 --save SAVED --load SAVED --eval-iters {1}
+--tensorboard-dir FIGURES
+"""
+# Those of Megatron-DeepSpeed's example of a GPT of 125M under ZeRO, and its configuration.
+ZERO = """
+--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 --tensor-model-parallel-size 1 --init-method-std 0.02
+--lr-decay-tokens {1200} --lr-warmup-tokens {100} --micro-batch-size {2} --exit-duration-in-mins 30000000
+--global-batch-size {8} --num-layers {2} --hidden-size {16} --num-attention-heads {4} --seq-length {16}
+--max-position-embeddings {16} --train-tokens {768} --train-samples {144} --lr 6.0e-4 --min-lr 1.0e-6
+--lr-decay-style cosine --split 949,50,1 --log-interval {1} --eval-interval {100} --eval-iters {1} --save-interval 10000
+--weight-decay 0.1 --clip-grad 1.0 --hysteresis 2 --num-workers 0 --fp16 --seed 1234 --load SAVED --save SAVED
+--no-async-tensor-model-parallel-allreduce --tensorboard-queue-size 1 --log-timers-to-tensorboard
+--log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard --tensorboard-dir FIGURES --checkpoint-activations
+--log-optimizer-states-to-tensorboard --vocab-file VOCAB --merge-file MERGES --data-path DATA --data-impl mmap
+--deepspeed --deepspeed_config CONFIG --zero-stage 2 --pipeline-model-parallel-size 1 --no-pipeline-parallel
+--deepspeed-activation-checkpointing
+"""
+CONFIG = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 1,
+    "zero_optimization": {"stage": 2},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": True,
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "loss_scale_window": 500,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+        "initial_scale_power": 11,
+    },
+    "bf16": {"enabled": False},
+    "wall_clock_breakdown": False,
+}
+
+
+def words_of(text: str, folder: Path) -> list[str]:
+    """Return a command line with paths in `folder`, where its files are."""
+    vocabulary, merges = write_gpt2_files(folder, [("a", "b")])
+    documents = [[[(document + place) % 250 for place in range(60)]] for document in range(60)]
+    (folder / "ds_config.json").write_text(json.dumps(CONFIG))
+    paths = {
+        **{"DATA": write_corpus(folder / "text_document", documents), "VOCAB": vocabulary, "MERGES": merges},
+        **{
+            "SAVED": str(folder / "saved"),
+            "FIGURES": str(folder / "figures"),
+            "CONFIG": str(folder / "ds_config.json"),
+        },
+    }
+    return [paths.get(word, word) for word in text.replace("{", "").replace("}", "").split()]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("text", "consumed"), [(GPT_3, [2, 4, 8, 12, 20, 28]), (ZERO, [8, 16, 24, 32, 40, 48])], ids=["GPT-3", "ZeRO"]
+)
+def test_a_published_example_trains(text: str, consumed: list[int], tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    words = [*words_of(text, tmp_path), "--metrics-file", str(metrics)]
+    finished = run_torchrun(words, ranks=2, folder=tmp_path)
+    assert finished.code == 0, finished.stderr
+    assert [step["consumed_samples"] for step in read_steps(metrics).values()] == consumed
+    assert list((tmp_path / "saved").glob("step_*6")) and list((tmp_path / "figures").iterdir())
