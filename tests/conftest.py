@@ -6,6 +6,7 @@ marked `cuda` are skipped where there is no GPU.
 
 import gc
 import multiprocessing.context
+import os
 import signal
 import subprocess
 from collections.abc import Generator, Iterator
@@ -18,6 +19,10 @@ from hypothesis import settings
 # A busy machine must not fail a property test: by default hypothesis fails an example that takes over 200 ms.
 settings.register_profile("megazero", deadline=None)
 settings.load_profile("megazero")
+
+# Inductor would compile and load a program for each of the processor's instruction sets before its first kernel, to
+# learn whether compiler and processor have it: seven seconds, in every process that compiles.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # What a shell starts in the background ignores Ctrl-C, and what nohup starts a closed terminal; so would every program
 # that a test sends these signals.

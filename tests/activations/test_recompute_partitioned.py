@@ -4,6 +4,7 @@ Gradients must be those of plain PyTorch with released memory full of nan, and n
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -135,6 +136,7 @@ def inputs(step: int, rank: int = 0) -> Tensor:
     return torch.randn(3, D, dtype=torch.float64, generator=generator).requires_grad_()
 
 
+@cache
 def plain_passes(name: str, step: int, ranks: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return every rank's loss, and the gradients of their sum, in plain PyTorch."""
     model = make(CASES[name], plain)

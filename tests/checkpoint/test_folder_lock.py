@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -172,30 +173,37 @@ def test_one_message_on_all_ranks(tmp_path: Path) -> None:
     assert "broken" in lock.broken
 
 
-def race(root: Path) -> None:
-    """Take the lock, make and remove a file that no other process may have; half of the processes keep the lock.
+def race(root: Path, start: int, *, keeps: bool) -> None:
+    """Take the lock once `start` can be read, make and remove a file that no other process may have.
 
-    Ends with status 1 if another process has the file, 2 if the lock was refused, 3 or 4 if it was free or broken.
+    Ends, with or without the lock, with status 1 if another process has the file, 2 if the lock was refused, 3 or 4 if
+    it was free or broken.
     """
+    os.read(start, 1)
     try:
         lock = take_lock(root)
     except CheckpointError:
         os._exit(2)
     os.close(os.open(root / "writing", os.O_CREAT | os.O_EXCL))
-    time.sleep(0.002)
+    time.sleep(0.01)
     os.unlink(root / "writing")
     lock.ensure()
-    if os.getpid() % 2:
+    if not keeps:
         lock.release()
     os._exit(4 if lock.broken else 3)
 
 
 def test_of_many_processes_that_race_for_a_lock_one_has_it_at_a_time(tmp_path: Path) -> None:
-    statuses = []
-    for _ in range(5):
-        children = [in_a_child(lambda: race(tmp_path)) for _ in range(12)]
-        statuses += [status_of(child) for child in children]
-    assert set(statuses) == {2, 3, 4}, "refused, free and broken locks, and no file of two processes"
+    rounds = []
+    for keeps in (True, False, False):
+        start, started = os.pipe()
+        children = [in_a_child(partial(race, tmp_path, start, keeps=keeps)) for _ in range(10)]
+        os.write(started, bytes(len(children)))
+        rounds.append({status_of(child) for child in children})
+        os.close(start)
+        os.close(started)
+    assert set.union(*rounds) == {2, 3, 4}, "refused, free and broken locks, and no file of two processes"
+    assert 3 in rounds[0] and 4 in rounds[1] and 4 not in rounds[2]
 
 
 def killed_at(number: int, root: Path) -> bool:
@@ -219,9 +227,12 @@ def killed_at(number: int, root: Path) -> bool:
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_process_killed_anywhere_leaves_a_lock_that_can_be_taken(tmp_path: Path, is_held: bool) -> None:
+    assert status_of(in_a_child(lambda: take_lock(tmp_path))) == 0
+    left = (tmp_path / LOCK).read_bytes()
+    (tmp_path / LOCK).unlink()
     for number in range(1, 60):
         if is_held:
-            assert status_of(in_a_child(lambda: take_lock(tmp_path))) == 0
+            (tmp_path / LOCK).write_bytes(left)
         finished = killed_at(number, tmp_path)
         take_lock(tmp_path).release()
         assert [path.name for path in tmp_path.iterdir() if LOCK in path.name] == []

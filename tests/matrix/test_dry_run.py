@@ -24,13 +24,18 @@ PP, DP_OF_A_STAGE, MICRO_BATCHES = 4, 16, 4
 PIPELINES = [(0, "1f1b"), (1, "zero-bubble"), (3, "interleaved")]  # (pipeline rank, schedule)
 
 
+def chunks_of(schedule: str) -> int:
+    """Return the chunks of a rank, each of one layer."""
+    return 2 if schedule == "interleaved" else 1
+
+
 def case_of(pipeline_rank: int, schedule: str) -> list[Any]:
     """Return the arguments of the dry run of one rank of a pipeline stage."""
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = chunks_of(schedule)
     settings = {
-        "num_layers": 8,
+        "num_layers": PP * chunks,
         "pipeline_schedule": schedule,
-        "pipeline_split": ",".join([str(8 // (PP * chunks))] * PP * chunks),
+        "pipeline_split": ",".join(["1"] * PP * chunks),
         "sequence_parallel": True,
         "zero3_reshard_after": "window",
         "num_micro_batches": MICRO_BATCHES,
@@ -56,7 +61,7 @@ def test_a_step_of_1024_ranks(rank: int, stage: int, figures: dict[tuple[int, An
     dp, tp = DP, TP
     result = figures[rank, stage]
 
-    padded, h, layers = result["padded"], 4096, 3
+    padded, h, layers = result["padded"], 4096, 2
     psi = layers * ((12 * h * h + 7 * h) // tp + 6 * h)
     vocabulary_rows = -(-50257 // (128 * tp)) * 128 * tp // tp
     psi += vocabulary_rows * h + 256 * h + 2 * h
@@ -87,7 +92,7 @@ def test_a_step_of_1024_ranks_in_three_dimensions(
 ) -> None:
     """A step of 4 pipeline stages x 16 x tensor 16 splits the sequence, and ZeRO stage 3 gathers once a window."""
     pp, dp, tp, m, h, tokens = PP, DP_OF_A_STAGE, TP, MICRO_BATCHES, 4096, 256
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = chunks_of(schedule)
     result = figures[pipeline_rank, schedule]
 
     first, last = pipeline_rank == 0, pipeline_rank == pp - 1
@@ -112,7 +117,7 @@ def test_a_step_of_1024_ranks_in_three_dimensions(
 
     # A layer gathers two inputs in forward, two gradients in backward, and for its weights the inputs once more; where
     # weight gradients are made later, the output gradients too.
-    layers = 8 // pp
+    layers = chunks
     share = 2 * tokens * h * (tp - 1) // tp
     gathers = layers * (2 + 2 + 2 + 2 * (schedule == "zero-bubble")) + first + last
     scatters = layers * (2 + 2) + first + last

@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    backend: str | None = "aot_eager"
+    backend: str | None = "eager"
     evaluates: bool = False
     within_documents: bool = False
 

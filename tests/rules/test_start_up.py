@@ -12,10 +12,11 @@ from support.source_tree import ROOT, sources
 TOOLS = [source.name for source in sources("tools")]
 
 # A script that runs each program of its argument, a list of lists of words, in a process of its own, and prints what
-# each has printed, with what was loaded.  Only packages that all of them load have been imported before.
+# each has printed, with what was loaded.  What most of them load has been imported before, once.
 WATCHED = """
 import contextlib, io, json, os, runpy, sys
-import argparse, numpy, pydantic.dataclasses, yaml
+import argparse, multiprocessing.spawn, numpy, pydantic.dataclasses, tokenizers, yaml
+import megazero.command_line.help, megazero.command_line.parse, megazero.command_line.tools, megazero.rules.files
 
 def run(program, *words):
     sys.argv = [program, *words]

@@ -40,7 +40,7 @@ def step(
     settings = dict(settings or {})
     num_micro_batches = settings.pop("num_micro_batches", 2)
     given: dict[str, Any] = {
-        "num_layers": 3,
+        "num_layers": 2,
         "hidden_size": 4096,
         "num_attention_heads": 32,
         "seq_length": SEQUENCE,

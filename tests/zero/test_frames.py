@@ -6,6 +6,7 @@ Most cases run on one rank in this process, with released memory full of nan; th
 import gc
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -58,6 +59,7 @@ def inputs(step: int, rank: int = 0) -> Tensor:
     return torch.randn(3, D, dtype=torch.float64, generator=generator).requires_grad_()
 
 
+@cache
 def plain_gradients(body: Body, step: int, ranks: int = 1, loss: Loss = first_loss) -> dict[str, Tensor]:
     model = make(body)
     for rank in range(ranks):
