@@ -172,11 +172,10 @@ def test_sizes_beside_a_record(tree: Path) -> None:
     assert "| megazero/train/loop.py:loop | 4 | - |" in functions and "| megazero/one.py | 23 | 20 |" in files
 
 
-def test_size_report_needs_no_torch() -> None:
-    words = (
-        "import sys, structure; sys.argv = ['structure.py']; structure.main(['--sizes']); print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", words], cwd=FOLDER, capture_output=True, text=True)
+def test_size_report_needs_no_torch(tree: Path) -> None:
+    words = "import sys, structure; structure.main(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", words, "--sizes", "--tree", str(tree)]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip().endswith("False"), done.stderr
 
 

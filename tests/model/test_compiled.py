@@ -1,7 +1,7 @@
 """Tests that compiled blocks compute what the same blocks compute uncompiled, in a few graphs without breaks.
 
 Inductor makes the code where numbers and random draws are compared. The other tests are about the graphs and about the
-operations outside them, so they run the graphs as traced, which takes no compiler.
+operations outside them, so they run the graphs as dynamo has traced them, some through AOTAutograd, without a compiler.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.gloo
 
 WHOLE, PARTS = "every block as a whole", "the code between a block's collectives"
 PIECES_OF_THE_HEAD = 3
+AOT = "aot_eager"  # graphs of forward and backward without mutations, as inductor gets them: twice the time of "eager"
 INDUCTOR_SECONDS = 300.0  # allows for a busy machine that has compiled nothing yet
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 needs_compiler = pytest.mark.skipif(bool(lacking(CPU)), reason=f"this machine lacks {lacking(CPU)}")
@@ -190,7 +191,11 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
 @pytest.mark.parametrize(
     ("layout", "compiled", "graphs"),
     [
-        (Layout({"zero_stage": 1, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),  # a block's gradients span buckets
+        (
+            Layout({"zero_stage": 1, "reduce_bucket_size": 300}, dp=2, backend=AOT),
+            WHOLE,
+            1,
+        ),  # a block's gradients span buckets
         (
             Layout({"zero_stage": 3, "reduce_bucket_size": 300, "compile_num_layers": 2}, dp=2),
             "blocks as a whole, 3 of them in 2 calls",
@@ -201,12 +206,20 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
             "blocks as a whole, 3 of them in 2 calls",  # a segment that is recomputed is a group
             2,
         ),
-        (Layout({}, tp=2), PARTS, 5),  # attention, activation and its backward, between the two, and after them
+        (
+            Layout({}, tp=2, backend=AOT),
+            PARTS,
+            5,
+        ),  # attention, activation and its backward, between the two, and after them
         (Layout({"sequence_parallel": True, "zero_stage": 2}, tp=2), PARTS, 5),
         (Layout({"precision": "bf16", "accumulate_allreduce_grads_in_fp32": True}, tp=2), PARTS, 5),
         (Layout({"recompute_granularity": "selective"}), PARTS, 5),
         (Layout({}, within_documents=True), WHOLE, 1),  # other masks need no other graphs
-        (Layout({"pipeline_schedule": "zero-bubble"}, pp=2), PARTS, 3),  # parameters stay outside of the graphs
+        (
+            Layout({"pipeline_schedule": "zero-bubble"}, pp=2, backend=AOT),
+            PARTS,
+            3,
+        ),  # parameters stay outside of the graphs
     ],
     ids=[
         "flat gradients",
@@ -255,7 +268,7 @@ def additions_of_a_step(rank: int, choice: str) -> tuple[list[tuple[str, int]], 
 
         return call
 
-    with compiled_by("aot_eager"):
+    with compiled_by(AOT):
         settings = {"zero_stage": 1, "num_layers": 2, "reduce_bucket_size": 10_000}  # a block in one bucket
         core = core_on_rank(rank, tiny_run(compile=choice, global_batch_size=4, **settings))
     with (

@@ -7,12 +7,14 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.token_files import index_bytes, token_bytes, write_gpt2_files
+from support.warm_python import TOOLS, warm_python
 
 from megazero.console import Console
 from megazero.data.indexed_dataset import IndexedDataset
@@ -54,6 +56,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 def written(tmp_path: Path, key: str = "text") -> tuple[bytes, bytes]:
     stem = tmp_path / f"out_{key}_document"
     return Path(f"{stem}.bin").read_bytes(), Path(f"{stem}.idx").read_bytes()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_start_warm() -> Iterator[None]:
+    """Workers come from a process that has their imports; test_workers.py has some that start by themselves."""
+    before = spawn.get_executable()
+    spawn.set_executable(warm_python(TOOLS))
+    yield
+    spawn.set_executable(before)
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
