@@ -2,10 +2,12 @@
 
 A tracker exists on rank 0 only, and never communicates with another rank or the device.  Weights & Biases and MLflow
 are optional packages.  What either does beyond this machine is its own matter, as its variables of the environment say
-(`WANDB_MODE=offline` writes a folder alone); MLflow writes to a database in a folder unless it is given a server.
+(`WANDB_MODE=offline` writes a folder alone); MLflow writes to a database in a folder unless it is given a server, and
+its telemetry is off unless MLFLOW_DISABLE_TELEMETRY says otherwise.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -120,6 +122,7 @@ class Mlflow:
 
     def __init__(self, config: ReportConfig, folder: Path, settings: Mapping[str, Any]) -> None:
         """folder: for the database and files, where no server is given.  settings: become the run's parameters."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # before its import, which would begin to call home
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 

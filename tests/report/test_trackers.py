@@ -1,8 +1,10 @@
 """Weights & Biases offline and MLflow in a folder get a run's figures and its configuration; both are read back."""
 
 import json
+import os
 import struct
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +175,16 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [row["iteration"] for row in rows if "optimizer/params-norm" in row] == [1, 2, 3]
 
 
-def test_mlflow_in_a_folder(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
+def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is told to anybody else: telemetry is off before MLflow is imported."""
+    if find_spec("mlflow") is None or find_spec("sqlalchemy") is None:
+        pytest.skip("mlflow and sqlalchemy are not installed")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "")  # so that what the run sets is taken back
+    monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY")
+    told = run(tmp_path, mlflow_experiment="small", mlflow_run_name="first", log_timers_to_tensorboard=True)
+    assert "has failed" not in told and os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
     from mlflow.tracking import MlflowClient
 
-    told = run(tmp_path, mlflow_experiment="small", mlflow_run_name="first", log_timers_to_tensorboard=True)
-    assert "has failed" not in told
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'save' / 'mlflow' / 'mlflow.db'}")
     (found,) = client.search_runs([client.get_experiment_by_name("small").experiment_id])
     assert (found.info.run_name, found.info.status) == ("first", "FINISHED")
