@@ -31,7 +31,8 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _CASED = (rf"{_LETTERS}{_UPPER}*{_LOWER}+", rf"{_LETTERS}{_UPPER}+{_LOWER}*")
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = (r"\s+(?!\S)", r"\s+")
-_CL100K = (_ENDINGS, rf"{_LETTERS}\p{{L}}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", *_SPACES)
+AT_END = r"\s+\z"  # blanks at a text's end, whatever they are: the word that tiktoken's newer cl100k has more
+_LLAMA = (_ENDINGS, rf"{_LETTERS}\p{{L}}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", *_SPACES)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
             size=1,
         ),
         "cl100k": Style(
-            _CL100K,
+            (*_LLAMA[:4], AT_END, *_LLAMA[4:]),
             {
                 **{1: "<|endoftext|>", 2: "<|fim_prefix|>", 3: "<|fim_middle|>", 4: "<|fim_suffix|>"},
                 20: "<|endofprompt|>",
@@ -90,7 +91,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
             eod=1,
             size=21,
         ),
-        "llama3": Style(_CL100K, _llama(), eod=1, size=256),
+        "llama3": Style(_LLAMA, _llama(), eod=1, size=256),
     }
 )
 OF_LISTS = tuple(name for name, style in STYLES.items() if style.leads)
@@ -152,8 +153,11 @@ def read_vocabulary(path: Path, content: bytes, style: str | None, num_special_t
     return RankVocabulary(chosen, ids, specials, num_special_tokens + len(tokens), chosen.eod)
 
 
-def tokenizer_of(vocabulary: RankVocabulary) -> Tokenizer:
-    """Return the vocabulary as a byte-level BPE of the `tokenizers` library, which gives the same ids as tiktoken."""
+def tokenizer_of(vocabulary: RankVocabulary, *, words: Sequence[str]) -> Tokenizer:
+    """Return the vocabulary as a byte-level BPE of the `tokenizers` library, which gives the same ids as tiktoken.
+
+    words: those of its style.
+    """
     characters = dict(enumerate(byte_characters()))
     names = {number: token.decode("latin-1").translate(characters) for number, token in vocabulary.tokens.items()}
     ids = {name: number for number, name in names.items()}
@@ -161,7 +165,6 @@ def tokenizer_of(vocabulary: RankVocabulary) -> Tokenizer:
     signs = {sign: number for number, sign in vocabulary.specials.items()}
     # A word that is a token is one whatever its parts are, as in tiktoken.
     made = Tokenizer(models.BPE(ids | signs, merges, ignore_merges=True))
-    words = vocabulary.style.words
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
     cut = [pre_tokenizers.Split(Regex("|".join(words)), "isolated")] if words else []
     made.pre_tokenizer = pre_tokenizers.Sequence([*cut, to_bytes]) if cut else to_bytes

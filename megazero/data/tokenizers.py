@@ -28,7 +28,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megazero.data.rank_files import is_list, read_vocabulary, tokenizer_of
+from megazero.data.rank_files import AT_END, is_list, read_vocabulary, tokenizer_of
 from megazero.errors import DataError, Problem, first_line, raise_problems
 from megazero.files import cannot_read, parse_json, read_bounded
 from megazero.rules.files import JSON_FILE, TOKENIZER_FILES, tokenizer_file
@@ -298,8 +298,9 @@ class RankTokenizer:
 
     def __init__(self, file: Path, style: str | None, num_special_tokens: int) -> None:
         vocabulary = read_vocabulary(file, _content(file), style, num_special_tokens)
-        self._tokenizer = tokenizer_of(vocabulary)
-        self._tokens = vocabulary.tokens
+        self._tokenizer = tokenizer_of(vocabulary, words=vocabulary.style.words)
+        self._vocabulary = vocabulary
+        self.cuts_blanks_at_end = AT_END in vocabulary.style.words
         self.vocab_size = vocabulary.size
         self.eod = vocabulary.eod
 
@@ -317,9 +318,15 @@ class RankTokenizer:
         text: str = self._tokenizer.to_str()
         return text
 
+    def description_without_end(self) -> str:
+        """Return the description of the same tokenizer without the word of blanks at a text's end."""
+        words = [word for word in self._vocabulary.style.words if word != AT_END]
+        text: str = tokenizer_of(self._vocabulary, words=words).to_str()
+        return text
+
     def token_bytes(self) -> list[int]:
         """Return the bytes of every token, 0 for special tokens and ids that stand for nothing."""
-        return [len(self._tokens.get(number, b"")) for number in range(self.vocab_size)]
+        return [len(self._vocabulary.tokens.get(number, b"")) for number in range(self.vocab_size)]
 
 
 def _text_bytes(token: str) -> int:

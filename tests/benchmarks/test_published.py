@@ -15,7 +15,7 @@ FILES = {
     "two+auto/ds.json": '{"zero_optimization": {"stage": 0}, "fp16": {"enabled": true, "auto_cast": true}}',
     "two+auto/TEMPLATE.json": '{"train_batch_size": GLOBAL, "zero_optimization": {"stage": 1}}',
     "two+auto/package.json": '{"name": "another kind of file"}',
-    "three+far/zero3.json": '{"zero_optimization": {"stage": 3, "mics_shard_size": 4}}',
+    "three+far/zero3.json": '{"zero_optimization": {"stage": 3, "legacy_stage1": true}}',
 }
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2
@@ -53,8 +53,10 @@ def test_what_became_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     }
     shown = "\n".join(page(records))
     assert "| DeepSpeed | run | 3 | 3 | 0 | 2 | 1 |" in shown and str(tmp_path) not in shown
-    reason = "refused: parameters are partitioned over all data-parallel processes alike"
-    assert f"| `zero_optimization.mics_shard_size` | {reason} | 1 | 1 |" in shown
+    assert (
+        "| `zero_optimization.legacy_stage1` | refused: there is one implementation of every ZeRO stage | 1 | 1 |"
+        in shown
+    )
     assert "| files of | door |" in capsys.readouterr().out
 
 

@@ -247,6 +247,14 @@ def test_another_learning_rate_has_to_be_meant(saved: Path) -> None:
     assert built(load=str(saved), lr=0.5, use_checkpoint_opt_param_scheduler=True).learning_rate.peak == 1e-2
 
 
+def test_a_schedule_in_steps_goes_on_in_samples(saved: Path) -> None:
+    """Three steps of two samples have been taken of a decay over ten."""
+    run = built(load=str(saved), train_iters=None, train_samples=20, lr_decay_style="linear")
+    assert run.learning_rate.unit == "samples" and run.learning_rate.decay_steps == 20
+    with pytest.raises(CheckpointError, match="lengths in samples; the checkpoint was saved with steps"):
+        built(load=str(saved), train_iters=None, train_samples=24, lr_decay_style="linear")
+
+
 def test_a_static_loss_scale_is_the_command_lines(tmp_path: Path) -> None:
     finished(train_iters=1, save=str(tmp_path), precision="fp16", loss_scale=64.0)
     assert built(load=str(tmp_path), train_iters=1, precision="fp16", loss_scale=16.0).state.loss_scale.scale == 16.0

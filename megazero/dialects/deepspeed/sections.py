@@ -216,6 +216,7 @@ def _to_key(setting: str, value: Any) -> Any:
 def resolve(translation: Translation, settings: dict[str, ParsedValue]) -> None:
     """Change `settings`, those of all sources, where the meaning of a key depends on other settings."""
     _resolve_overlap(translation, settings)
+    _resolve_home(translation.file, settings)
     if "precision" not in translation.unknown:
         _resolve_accumulation(translation.file, settings)
 
@@ -228,6 +229,17 @@ def _resolve_overlap(translation: Translation, settings: dict[str, ParsedValue])
         value = settings["zero_stage"].value == 3
         source = f"{translation.file.location(path).quote(value)} (DeepSpeed's default)"
         settings.setdefault("overlap_comm", ParsedValue("overlap_comm", value, source, Origin.DEFAULT))
+
+
+def _resolve_home(file: ParsedFile, settings: dict[str, ParsedValue]) -> None:
+    """Remove offload_param below stage 3, where DeepSpeed documents that it is not valid and leaves it unread."""
+    home, stage = settings.get("offload_param"), settings.get("zero_stage")
+    if home is None or home.value == "none" or home.origin is not Origin.FOREIGN:
+        return
+    if stage is not None and stage.value < 3:
+        del settings["offload_param"]
+        text = "moot here, because parameters are partitioned, and offloaded, in ZeRO stage 3 alone"
+        file.diagnostics.notices.append(f"{home.source}: {text}")
 
 
 def _resolve_accumulation(file: ParsedFile, settings: dict[str, ParsedValue]) -> None:

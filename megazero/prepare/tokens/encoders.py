@@ -179,11 +179,22 @@ def _byte_level(library: Any, tokenizer: Gpt2BpeTokenizer) -> _Fast:
 
 def _ranked(library: Any, tokenizer: RankTokenizer) -> _Fast:
     known = _KnownCharacters()
+
+    def trusts(content: Content) -> bool:
+        if tokenizer.cuts_blanks_at_end and not _ends_alike(content):
+            return False
+        return content.isascii() or known.contain_all_of(content)
+
     # Words of most styles go on to a line's end, so that a text is not cut there.
-    return _Fast(
-        library.from_json(tokenizer.description()).backend.encode,
-        lambda content: content.isascii() or known.contain_all_of(content),
-    )
+    return _Fast(library.from_json(tokenizer.description_without_end()).backend.encode, trusts)
+
+
+def _ends_alike(content: Content) -> bool:
+    """Return True unless a text, or a part of it before a special token, may end with a line's end and other blanks."""
+    if isinstance(content, str):
+        return "<|" not in content and (not content[-1:].isspace() or content[-1] in "\r\n")
+    tail = content[-4:].decode(errors="ignore")
+    return b"<|" not in content and (not tail[-1:].isspace() or tail[-1] in "\r\n")
 
 
 def _sentence_pieces(library: Any, tokenizer: SentencePieceTokenizer) -> _Fast:

@@ -13,6 +13,7 @@ from megazero.config.yaml_file import to_yaml
 from megazero.dialects.deepspeed.reading import read
 from megazero.dialects.deepspeed.run import complete, translate_for_run
 from megazero.errors import ConfigError, Problem
+from megazero.rules.run import check
 
 BASE = "--preset gpt2-124m --train-iters 100 --mock-data"
 SIZED = f"{BASE} --micro-batch-size 2 --lr 1e-3"
@@ -398,6 +399,16 @@ def test_what_only_the_library_offers_is_refused(content: dict[str, Any], given:
     problem = only(content, SIZED)
     assert problem.given == given and problem.rule and problem.legal
     assert run({"gradient_allreduce_op": "mean", "torch_autocast": {"enabled": False}}, SIZED).config
+
+
+def test_parameters_are_offloaded_in_stage_3_alone() -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    two = run({"zero_optimization": {"stage": 2, **zero}}, SIZED)
+    assert (two.config.zero.offload_optimizer, two.config.zero.offload_param) == ("cpu", "none")
+    assert any('offload_param.device: "cpu": moot here, because' in notice for notice in two.notices)
+    assert run({"zero_optimization": {"stage": 3, **zero}}, SIZED).config.zero.offload_param == "cpu"
+    meant = run({"zero_optimization": {"stage": 2}}, f"{SIZED} --offload-param cpu").config
+    assert ["ZeRO stage 3, where they are" in problem.rule for problem in check(meant, 8)] == [True]
 
 
 def test_whole_numbers_are_not_cast() -> None:

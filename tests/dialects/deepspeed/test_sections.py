@@ -244,6 +244,12 @@ def test_what_is_wrong_between_keys(content: dict[str, Any], given: str, legal: 
     assert problem.given == f"ds.json: {given}" and legal in problem.legal and problem.rule
 
 
+def test_parameters_stay_on_the_device_below_stage_3() -> None:
+    zero = {"offload_param": {"device": "cpu", "pin_memory": True}}
+    for stage, home in ((1, "none"), (2, "none"), (3, "cpu")):
+        assert parts({"zero_optimization": {"stage": stage, **zero}})[0].zero.offload_param == home
+
+
 def test_gradients_in_the_models_own_format_are_no_wider() -> None:
     content = {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": True}}
     assert parts(content)[0].precision == PrecisionConfig(precision="bf16")
