@@ -208,9 +208,7 @@ def test_the_program(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("package", "precision"), [("megatron", "bf16"), ("deepspeed", "fp32"), ("deepspeed", "bf16")])
-def test_who_is_no_part_of_torch(
-    package: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed system trains the same and holds the bytes of its stage; in bf16 with fp32 master weights."""
     states = {
         "megatron": {"megatron-core-1": (12, 12)},
