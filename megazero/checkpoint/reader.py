@@ -30,7 +30,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megazero.checkpoint.folders import MANIFEST, resolve, step_of
+from megazero.checkpoint.folders import MANIFEST, list_steps, resolve, step_of
 from megazero.checkpoint.manifest import (
     DTYPES,
     BoxEntry,
@@ -96,6 +96,22 @@ def open_checkpoint(path: str | Path, *, step: int | None = None) -> "Checkpoint
     Reads the manifest and the configuration, no tensor.  Raises CheckpointError.
     """
     return open_folder(resolve(Path(path), step))
+
+
+def open_complete(path: str | Path, *, step: int | None = None) -> "Checkpoint":
+    """Open a checkpoint as `open_checkpoint` does, to use all of it; one that misses files is not replaced by another.
+
+    Raises CheckpointError, with the other steps of the same root where files are missing or of the wrong size.
+    """
+    checkpoint = open_checkpoint(path, step=step)
+    try:
+        checkpoint.check_files()
+    except DamageError as error:
+        others = sorted({each.step for each in list_steps(checkpoint.folder.parent) if each.path != checkpoint.folder})
+        legal = f"another of the run's, --step {', '.join(map(str, others[-10:]))}" if others else ""
+        rule = "a checkpoint is used whole, and this one is damaged"
+        raise CheckpointError(*error.problems, Problem(str(checkpoint.folder), rule, legal)) from error
+    return checkpoint
 
 
 def open_folder(folder: Path) -> "Checkpoint":

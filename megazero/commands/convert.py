@@ -75,10 +75,10 @@ def export_command(options: argparse.Namespace, console: Console) -> None:
     import torch
 
     from megazero.checkpoint.huggingface import export_model
-    from megazero.checkpoint.reader import open_checkpoint
+    from megazero.checkpoint.reader import open_complete
     from megazero.generate.session import saved_vocab_size
 
-    checkpoint = open_checkpoint(options.load, step=options.step)
+    checkpoint = open_complete(options.load, step=options.step)
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
     tokenizer = export_tokenizer(config, options, vocab_size=saved_vocab_size(checkpoint))
     dtype = None if options.dtype is None else getattr(torch, options.dtype)

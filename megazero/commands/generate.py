@@ -109,7 +109,7 @@ def main(words: Sequence[str]) -> int:
     for notice in job.notices:
         console.line(notice)
     # These import torch; the flags are parsed without it.
-    from megazero.checkpoint.reader import open_checkpoint
+    from megazero.checkpoint.reader import open_complete
     from megazero.comm.startup import choose_device
     from megazero.generate.job import joined
     from megazero.generate.sampling import Sampling
@@ -117,7 +117,7 @@ def main(words: Sequence[str]) -> int:
     from megazero.parallel.threads import use_cpu_threads
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.greedy)
-    checkpoint = open_checkpoint(options.load, step=options.step)
+    checkpoint = open_complete(options.load, step=options.step)
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     layout = choose_layout(config.model, tp=tp, pp=pp, nodes=launch.nodes, across_nodes=options.across_nodes)

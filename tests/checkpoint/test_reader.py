@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.sharded_state import PADDING, PARAMETERS, Layout, assert_same, blank, make_state, write_checkpoint
 
-from megazero.checkpoint.reader import Checkpoint, SavedParameter, open_checkpoint
+from megazero.checkpoint.reader import Checkpoint, SavedParameter, open_checkpoint, open_complete
 from megazero.errors import CheckpointError
 from megazero.parallel.param_spec import Box, ParamSpec, StateFragment
 
@@ -170,6 +170,17 @@ def test_truncated_and_missing_files_are_told_before_anything_is_copied(tmp_path
         checkpoint.fill(got)
     assert all((fragment.tensor == PADDING).all() for fragment in got)
     assert len(problems_of(checkpoint)) == 2
+
+
+def test_a_command_that_needs_all_of_a_damaged_checkpoint_names_the_others(tmp_path: Path) -> None:
+    state = make_state()
+    for step in (2, 11, 12):
+        write_checkpoint(tmp_path, state, Layout(dp=2), step=step)
+    assert open_complete(tmp_path).step == 12
+    (tmp_path / "step_0000012" / "rank_00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)rank_00001.*legal: another of the run's, --step 2, 11$"):
+        open_complete(tmp_path)
+    assert open_complete(tmp_path, step=11).step == 11
 
 
 def test_a_data_file_that_cannot_be_read_is_an_error_not_a_crash(tmp_path: Path) -> None:
