@@ -7,7 +7,6 @@ from megazero.errors import Problem, UsageError
 
 _PIPELINES = "a model is not cut into stages here; pretrain_gpt.py has --pipeline-model-parallel-size"
 _INFERENCE = "there are no kernels for inference; the engine of a frozen model evaluates and generates"
-_OFFLOAD = "the configuration says once where states live (offload_optimizer, offload_param)"
 _COMPRESSION = "weights keep their values and number format"
 _TENSORS = "a model is not split here; torch's parallelize_module and mpu are taken"
 
@@ -20,7 +19,6 @@ REASONS: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("DeepSpeedHybridEngine", "DeepSpeedInferenceConfig", "replace_transformer_layer"), _INFERENCE),
         **dict.fromkeys(("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"), _INFERENCE),
-        **dict.fromkeys(("offload_states", "reload_states"), _OFFLOAD),
         **dict.fromkeys(("compression", "init_compression"), _COMPRESSION),
         **dict.fromkeys(("set_autotp_mode", "tp_model_init"), _TENSORS),
         "MiCS_Init": "parameters are partitioned over all data-parallel ranks",

@@ -12,7 +12,7 @@ stop and resume the training; `save_16bit_model` and `save_fp32_model` write the
 
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +43,7 @@ from megazero.library.step.times import StepTimes
 from megazero.memory.host_copy import HostCopy
 from megazero.parallel.param_spec import Unit
 from megazero.timers import Timers
-from megazero.zero.engine import Engine
+from megazero.zero.engine import STATE_KINDS, Engine
 from megazero.zero.plan import DTYPES
 from megazero.zero.statistics import EVERY_STATISTIC, read_statistics, take_statistics
 
@@ -256,6 +256,39 @@ class DataParallelEngine:
         that the optimizer does not keep is left out.
         """
         return read_statistics(take_statistics(self.zero_engine, EVERY_STATISTIC).tolist(), EVERY_STATISTIC)
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> int:
+        """Move state to host memory between two steps, until `reload_states`; return the bytes freed on this rank.
+
+        include: names (or DeepSpeed's enum members) of kinds: "optim_states", "hp_params" (master weights), "lp_params"
+        (in stage 3) and "lp_grads" (in stages 2 and 3; "contiguous_grad_buffer" is the same); by default all of them.
+        What is whole on every rank stays, as do states whose home is host memory already.  pin_memory, non_blocking:
+        taken for DeepSpeed's programs; the configuration's offload_pin_memory decides, and the call waits for copies.
+        Raises UsageError for other kinds or devices, and between a backward pass and the end of its step; so do calls
+        that need the states until `reload_states`.
+        """
+        if str(getattr(device, "value", device)) != "cpu":
+            given = f"engine.offload_states(device={device!r})"
+            raise UsageError(Problem(given, "states leave the device for host memory", 'device="cpu"'))
+        if not self._passes.is_between_steps:
+            given = "engine.offload_states() between a backward pass and the end of its step"
+            raise UsageError(Problem(given, "the step needs its states", "after the step"))
+        names = [str(getattr(kind, "value", kind)) for kind in include or STATE_KINDS]
+        known = {**{kind: kind for kind in STATE_KINDS}, "contiguous_grad_buffer": "lp_grads"}
+        if unknown := [name for name in names if name not in known]:
+            given = f"engine.offload_states(include={unknown})"
+            raise UsageError(Problem(given, "there are no states of this kind", ", ".join(known)))
+        return self.zero_engine.offload_states({known[name] for name in names})
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` has moved to host memory; non_blocking: as there."""
+        self.zero_engine.reload_states()
 
     def get_lr(self) -> list[float]:
         """Return the learning rates of the next update, one for each param group."""

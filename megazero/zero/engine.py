@@ -5,7 +5,7 @@ them), then `finish_reductions`, `local_norms` and `update`, which `step.py` put
 nowhere but in the plan.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -41,6 +41,7 @@ from megazero.zero.layout import (
     join_small_units,
 )
 from megazero.zero.module_apply import gather_around_apply, restore_apply
+from megazero.zero.offloaded import OffloadedStates
 from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan
 from megazero.zero.presence import NOTHING, GradientPresence
 from megazero.zero.publish import ParameterPublisher
@@ -49,6 +50,10 @@ from megazero.zero.shards import FirstValue, Shards, value_of_parameter
 from megazero.zero.sums import GradientSums
 from megazero.zero.update import LocalNorms, OptimizerNumbers, Piece, ShardUpdate
 from megazero.zero.written import WrittenParameters
+
+# DeepSpeed's names of the kinds of state that may leave the device for a while: moments, master weights, partitions of
+# working parameters, and of gradients.
+STATE_KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads")
 
 # The most elements of units that are laid out together where a user's modules are the units: 8 MiB in fp32.
 _JOINED_NUMEL = 1 << 21
@@ -170,6 +175,7 @@ class Engine:
             ledger=settings.ledger,
             record=partial(mesh.meter.record, HOST),
         )
+        self._offloaded = OffloadedStates(self._host, settings.ledger)
         self._shards = Shards(
             plan,
             self.layout,
@@ -180,6 +186,7 @@ class Engine:
             ledger=settings.ledger,
             gradients_in_arena=zero.contiguous_gradients,
             host=self._host,
+            check_back=self._offloaded.check_back,
         )
         self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero, timers=settings.timers)
         self._sums = GradientSums(self._shards, mesh.axis, buffers)
@@ -245,6 +252,7 @@ class Engine:
 
     def begin_backward(self, *, is_last: bool, part: int = 0) -> None:
         """Expect the gradients of one part's parameters from the micro-batch whose graph autograd walks next."""
+        self._offloaded.check_back("backward")
         self._flight.activity = "backward"
         if self._guards is not None:
             self._guards.remove()
@@ -411,6 +419,7 @@ class Engine:
 
         absent: `absent_gradients`.
         """
+        self._offloaded.check_back("an optimizer step")
         self._gather.check_unpinned("an optimizer step")
         self._gather.release_all()
         self._publisher.ensure_all()  # of units that no forward has used since the step before
@@ -464,6 +473,23 @@ class Engine:
         """Make the optimizer's state after `num_steps` steps, whose elements `wanted_state` yields to be filled."""
         self._update.start(numbers, num_steps=num_steps)
 
+    def offload_states(self, kinds: Collection[str]) -> int:
+        """Move state of these kinds (`STATE_KINDS`) from the device to host memory; return the bytes freed.
+
+        Between two steps.  Working parameters and gradients that are whole on every rank stay.
+        """
+        self._gather.check_unpinned("offloading states")
+        self.written.find()
+        self._gather.release_all()
+        self.ensure_parameters()
+        self._reducer.finish()
+        tensors = {**self._shards.tensors_on_device(), "optim_states": self._update.states_on_device()}
+        return self._offloaded.move(tensor for kind in kinds for tensor in tensors[kind])
+
+    def reload_states(self) -> None:
+        """Bring back what `offload_states` has moved."""
+        self._offloaded.move_back()
+
     def model_state_bytes(self, home: Home = Home.DEVICE) -> ModelStateBytes:
         """Return the bytes of model states that this rank has allocated at a home."""
         on_device = home is Home.DEVICE
@@ -476,6 +502,7 @@ class Engine:
 
     def owned_state(self) -> Iterator[StateFragment]:
         """Yield the state that this rank saves; over all ranks, every element of every parameter and kind once."""
+        self._offloaded.check_back("reading the engine's state")
         self.written.find()
         yield from chain(self._shards.owned_state(self._coordinates), self._update.optimizer_state(is_saved=True))
 
@@ -485,6 +512,7 @@ class Engine:
 
     def wanted_state(self) -> Iterator[StateFragment]:
         """Yield the state that a checkpoint must fill on this rank; `state_loaded` must be called afterwards."""
+        self._offloaded.check_back("loading state")
         self._gather.check_unpinned("loading state")
         self.ensure_parameters()  # what is still being published must not be written to
         self._update.finish_copies()
@@ -513,6 +541,7 @@ class Engine:
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Return this rank's parts of a parameter's "master", "gradient" or optimizer state; none of a frozen one."""
+        self._offloaded.check_back(f"access to the {kind} of {name}")
         self._publisher.ensure(self._slots[name][0].unit)  # what is still being published must not be written to
         self._update.finish_copies()
         self.written.find()

@@ -38,6 +38,7 @@ class ParameterGather:
     ) -> None:
         """ranks_may_differ: False if all ranks surely gather the same units in the same order."""
         self._zero = zero
+        self._check_back = shards.check_back
         self._timers = timers
         self.memory = UnitMemory(
             shards,
@@ -95,6 +96,7 @@ class ParameterGather:
 
     def pin(self, name: str, why: str) -> None:
         """Gather a unit for a use, whole and unguarded until `unpin`.  Raises CollectiveError if ranks don't meet."""
+        self._check_back("a forward")
         unit = self._units[name]
         unit.pins += 1
         if in_backward():
@@ -107,6 +109,7 @@ class ParameterGather:
 
     def pin_for_user(self, name: str, why: str) -> None:
         """Gather a unit outside any pass, whole and unguarded until `unpin`; the record of uses has no such use."""
+        self._check_back(why)
         unit = self._units[name]
         unit.pins += 1
         self._gather(unit, why)

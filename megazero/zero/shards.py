@@ -64,10 +64,12 @@ class Shards:
         ledger: AnyLedger | None = None,
         gradients_in_arena: bool = True,
         host: StateHome | None = None,
+        check_back: Callable[[str], None] = lambda call: None,
     ) -> None:
         """Allocate the state and copy the first values to it.
 
         host: the home in host memory, where the plan has one.
+        check_back: raises UsageError for a call that needs state which has left the device for a while.
         moments: the kinds that the optimizer keeps beside the master weights.
 
         first_value is called for one parameter at a time, and returns all elements of this rank's tensor, in any shape.
@@ -85,6 +87,7 @@ class Shards:
         self._is_resident = plan.gradient.lifetime is Lifetime.RESIDENT
         is_whole = plan.optimizer.placement is Placement.REPLICATED
         self._owned = [bucket.range for bucket in buckets] if is_whole else self._partitions
+        self.check_back = check_back
         self.device_home = DeviceHome(self.device)
         self._homes: Mapping[Home, StateHome] = {Home.DEVICE: self.device_home, Home.HOST: host or self.device_home}
         self._home_of = self._choose_homes()
@@ -274,6 +277,21 @@ class Shards:
         yield StateFragment(spec, "weight", start, stop, self.master(bucket, within))
         for kind in self.moment_kinds:
             yield StateFragment(spec, kind, start, stop, self.moment(kind, bucket, within))
+
+    def tensors_on_device(self) -> dict[str, list[Tensor]]:
+        """Return the tensors of the device that hold master weights, partitions of parameters, and of gradients."""
+        states = self._states.get(Home.DEVICE)
+        is_leased = self.plan.gradient.lifetime is Lifetime.LEASED
+        return {
+            "hp_params": [] if states is None or states.master is None else [states.master],
+            "lp_params": list(self._working_shards.values()) if self._parameter_home.is_device else [],
+            "lp_grads": [states.gradient] if states is not None and is_leased else [],
+        }
+
+    def moments_on_device(self) -> list[Tensor]:
+        """Return the flat tensors of the optimizer's moments whose home is the device."""
+        states = self._states.get(Home.DEVICE)
+        return [] if states is None else list(states.moments.values())
 
     def model_state_bytes(self, home: Home = Home.DEVICE, *, optimizer_bytes: int = 0) -> ModelStateBytes:
         """Return the bytes at a home of persistent flat tensors, without gathered parameters.

@@ -197,6 +197,16 @@ class ShardUpdate:
             if index + 1 == len(self.runs) or self.runs[index + 1].bucket is not bucket:
                 self._publish(bucket)
 
+    def states_on_device(self) -> list[Tensor]:
+        """Return the tensors of the device that hold the optimizer's state."""
+        own = (
+            tensor
+            for index, owned in enumerate(self.runs)
+            if self._shards.home(owned.bucket).is_device and not self._optimizer.moments
+            for tensor in self._optimizer.state(index, owned.run).values()
+        )
+        return [*self._shards.moments_on_device(), *own]
+
     def finish_copies(self) -> None:
         """Wait until the host may write to master weights: those updated last have reached the device."""
         while self._travelling:

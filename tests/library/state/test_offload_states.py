@@ -1,0 +1,102 @@
+"""Tests that an engine's states leave the device between two steps, and come back as they were."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megazero
+from megazero.errors import UsageError
+from megazero.library.engine import DataParallelEngine
+
+WIDTH = 12
+ALL = ("optim_states", "hp_params", "lp_params", "lp_grads")
+
+
+def make_engine(stage: int, precision: str = "bf16", optimizer: str = "AdamW", **zero: Any) -> DataParallelEngine:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    config = {
+        "zero": {"zero_stage": stage, **zero},
+        "precision": {"precision": precision},
+        "optimizer": {"type": optimizer, "lr": 0.01},
+    }
+    return megazero.initialize(model, config)
+
+
+def train(engine: DataParallelEngine, step: int) -> Tensor:
+    dtype = next(engine.module.parameters()).dtype
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+    loss: Tensor = engine(x).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "include"),
+    [
+        (0, "AdamW", ALL),
+        (1, "Adagrad", ("optim_states",)),
+        (2, "AdamW", None),
+        (3, "AdamW", None),
+        (3, "Adagrad", ("contiguous_grad_buffer", "lp_params")),
+    ],
+)
+def test_training_goes_on_as_if_nothing_had_moved(stage: int, optimizer: str, include: tuple[str, ...] | None) -> None:
+    through, moved = (make_engine(stage, optimizer=optimizer) for _ in range(2))
+    for step in range(4):
+        assert torch.equal(train(through, step), train(moved, step))
+        assert moved.offload_states(include) > 0
+        assert moved.offload_states(include) == 0, "they have left"
+        moved.reload_states()
+    for ours, theirs in zip(moved.state_dict().values(), through.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_bytes_are_those_of_the_states() -> None:
+    engine = make_engine(3)
+    train(engine, 0)
+    held = engine.zero_engine.model_state_bytes()
+    kind = Enum("OffloadStateTypeEnum", {name: name for name in ALL})
+    assert engine.offload_states([kind.optim_states]) == held.moments
+    assert engine.offload_states(["hp_params", "lp_params"]) == held.master + held.parameters
+    assert engine.offload_states() == held.gradients
+    freed = engine.zero_engine.model_state_bytes()
+    assert (freed.parameters, freed.master, freed.moments) == (0, 0, 0)
+    engine.reload_states()
+    assert engine.zero_engine.model_state_bytes() == held
+
+
+def test_what_needs_the_states_is_refused_until_they_are_back(tmp_path: Path) -> None:
+    engine = make_engine(3)
+    train(engine, 0)
+    engine.offload_states()
+    parameter = next(engine.module.parameters())
+    for call in (
+        lambda: train(engine, 1),
+        lambda: engine.save_checkpoint(tmp_path),
+        lambda: megazero.zero.safe_get_full_fp32_param(parameter),
+        lambda: engine.state_dict(),
+    ):
+        with pytest.raises(UsageError, match="reload_states"):
+            call()
+    engine.reload_states()
+    train(engine, 1)
+
+
+def test_what_cannot_leave_is_said() -> None:
+    engine = make_engine(2, offload_optimizer="cpu")
+    assert engine.offload_states() == 0, "their home is host memory"
+    with pytest.raises(UsageError, match="lp_weights"):
+        engine.offload_states(["lp_weights"])
+    with pytest.raises(UsageError, match="nvme"):
+        engine.offload_states(device="nvme")
+    engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum())
+    engine.step()
+    engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum())
+    with pytest.raises(UsageError, match="between a backward pass"):
+        engine.offload_states()
