@@ -127,7 +127,8 @@ class Run:
         self._folder = folder
         self._processes = processes
         self._metrics = folder / "metrics.jsonl"
-        self._command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--metrics-file", str(self._metrics)]
+        records = ["--metrics-file", str(self._metrics), "--log-interval", "1"]
+        self._command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, *records]
         self._ranks: list[Process] = []
         self._seen = 0  # bytes of the metrics file that have been read
 

@@ -93,14 +93,27 @@ def gather_json(communicator: Communicator, value: Any) -> list[Any]:
 
     communicator: one of CPU tensors, as `Mesh.control` is, so that no device is waited for.
     """
+    row = _framed(communicator, value)
+    gathered = row.new_empty(communicator.size * len(row))
+    communicator.all_gather_into(gathered, row).wait()
+    return _unframed(gathered.view(communicator.size, len(row)))
+
+
+def gather_json_on_first(communicator: Communicator, value: Any) -> list[Any]:
+    """Return every rank's JSON-able value, in rank order, on rank 0, and an empty list elsewhere; see `gather_json`."""
+    rows = gather_on_first(communicator, _framed(communicator, value))
+    return [] if rows is None else _unframed(rows)
+
+
+def _framed(communicator: Communicator, value: Any) -> Tensor:
+    """Return a value's text behind its length, uint8, as long as the longest of all ranks."""
     payload = json.dumps(value).encode()
-    if communicator.size == 1:
-        return [json.loads(payload)]
     length = torch.tensor([len(payload)], dtype=torch.int64)
     communicator.all_reduce_scalars(length, "max").wait()
-    width = 8 + int(length.item())
-    framed = bytearray(len(payload).to_bytes(8, "little") + payload.ljust(width - 8, b" "))
-    gathered = torch.empty(communicator.size * width, dtype=torch.uint8)
-    communicator.all_gather_into(gathered, torch.frombuffer(framed, dtype=torch.uint8)).wait()
-    rows = [bytes(row.tolist()) for row in gathered.view(communicator.size, width)]
-    return [json.loads(row[8 : 8 + int.from_bytes(row[:8], "little")]) for row in rows]
+    text = payload.ljust(int(length.item()), b" ")
+    return torch.frombuffer(bytearray(len(payload).to_bytes(8, "little") + text), dtype=torch.uint8)
+
+
+def _unframed(rows: Tensor) -> list[Any]:
+    texts = (bytes(row.tolist()) for row in rows)
+    return [json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")]) for text in texts]

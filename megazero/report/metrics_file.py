@@ -54,7 +54,7 @@ class MetricsFile:
             raise ConfigError(Problem(f"--metrics-file {path}: {error.strerror}", rule, "another path")) from error
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
-        record = {**step_record(metrics), "ranks": rank_records(ranks)}
+        record = step_record(metrics) | ({"ranks": rank_records(ranks)} if ranks else {})
         if self._has_timers and metrics.part_times is not None:
             record["timers"] = metrics.part_times.to_json()
         self._write(record)
@@ -69,7 +69,7 @@ class MetricsFile:
         """Pictures are no metrics."""
 
     def saved(self, iteration: int, ranks: Sequence[RankMetrics]) -> None:
-        """Every step has its ranks' figures already."""
+        """The steps of log intervals have their ranks' figures."""
 
     def flush(self) -> None:
         """Nothing is held back: every line is flushed as it is written."""

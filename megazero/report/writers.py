@@ -33,7 +33,7 @@ class MetricsWriter(Protocol):
     """A destination for a run's figures."""
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
-        """Write one step; `ranks` has an entry for every rank, in rank order."""
+        """Write one step; `ranks` has an entry for every rank, in rank order, or none where none were gathered."""
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write one evaluation."""

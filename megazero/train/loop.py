@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero.checkpoint.journal import Journal
 from megazero.checkpoint.state import TrainState
-from megazero.comm.mesh import gather_json
+from megazero.comm.mesh import gather_json_on_first
 from megazero.console import Console
 from megazero.data.loader import BatchLoader, StepBatch
 from megazero.errors import Problem, TrainingError, first_line
@@ -63,7 +63,7 @@ class Timetable:
 class Reporting:
     """The writers of figures, and the constants that turn counts into rates.
 
-    gathers_ranks: True if a writer needs every rank's figures.
+    gathers_ranks: True if a writer needs every rank's figures, at log intervals.
     statistics: those taken every log_interval steps, and of the first and the last step.
     opening, closing: lines on this rank's memory, printed before the first step and after the last.
     """
@@ -272,11 +272,14 @@ class _Loop:
 
     def _statistics(self, iteration: int) -> Sequence[Tensor]:
         """Return the statistics after a step whose line is written, on the device; a collective call, nothing else."""
-        reporting, last = self._run.reporting, self._run.timetable.train_iters
-        is_reported = _is_due(reporting.log_interval, iteration) or iteration in (self._first_iteration, last)
-        if not is_reported or not any(reporting.statistics):
+        if not self._has_line(iteration) or not any(self._run.reporting.statistics):
             return ()
-        return take_statistics(self._context.engine, reporting.statistics).unbind()
+        return take_statistics(self._context.engine, self._run.reporting.statistics).unbind()
+
+    def _has_line(self, iteration: int) -> bool:
+        """Return True for the steps of which figures of all ranks are gathered: log intervals, the first, the last."""
+        last = self._run.timetable.train_iters
+        return _is_due(self._run.reporting.log_interval, iteration) or iteration in (self._first_iteration, last)
 
     def _report_steps(self, *, max_pending: int) -> None:
         """Read the figures of all but the last `max_pending` steps, and write them."""
@@ -299,7 +302,8 @@ class _Loop:
                 pending.iteration, pending.seconds, pending.timers, is_last=is_last
             )
             metrics = replace(metrics, part_times=part_times)
-            ranks = self._rank_metrics(pending) if self._run.reporting.gathers_ranks else []
+            gathers = self._run.reporting.gathers_ranks and self._has_line(pending.iteration)
+            ranks = self._rank_metrics(pending) if gathers else []
             for writer in self._run.reporting.writers:
                 writer.step(metrics, ranks)
             for report in (self._run.reporting.pipeline, self._run.reporting.ledger):
@@ -336,7 +340,7 @@ class _Loop:
         )
 
     def _rank_metrics(self, pending: _PendingStep) -> list[RankMetrics]:
-        """Return every rank's memory and traffic of a step; a collective call."""
+        """Return every rank's memory and traffic of a step on rank 0, which writes; a collective call."""
         mesh = self._context.mesh
         mine = RankMetrics(
             peak_memory_bytes=pending.memory.peak_bytes,
@@ -347,7 +351,7 @@ class _Loop:
             data_wait_seconds=pending.data_wait_seconds,
             device_memory_bytes=pending.memory.device_bytes,
         )
-        return [RankMetrics(**figures) for figures in gather_json(mesh.control, asdict(mine))]
+        return [RankMetrics(**figures) for figures in gather_json_on_first(mesh.control, asdict(mine))]
 
     def _check_health(self, metrics: StepMetrics, before: TrainState, step: BadStep) -> None:
         """Raise TrainingError if the loss scale is exhausted, or a figure is not finite; the run is saved first."""

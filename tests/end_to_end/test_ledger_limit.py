@@ -14,7 +14,8 @@ def is_told_once(stderr: str) -> bool:
 
 def flags(folder: Path, **changes: str | None) -> list[str]:
     named = {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
-    return command_line({**SMALL_RUN, "--device": "cpu", "--metrics-file": str(folder / "steps.jsonl"), **named})
+    records = {"--metrics-file": str(folder / "steps.jsonl"), "--log-interval": "1"}
+    return command_line({**SMALL_RUN, "--device": "cpu", **records, **named})
 
 
 def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

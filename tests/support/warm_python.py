@@ -84,9 +84,14 @@ server.sendmsg([b"%8d%8d" % (len(request), os.getpid())], handed)
 server.sendall(request)
 told = server.recv(8)
 process = int(told or b"0")
+def forward(number, frame):
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:  # it has ended, and its status is on its way
+        pass
 for number in {signals!r}:
     if number not in ignored:
-        signal.signal(number, lambda number, frame: os.kill(process, number))
+        signal.signal(number, forward)
 status = server.recv(8)
 if not status:
     sys.exit("the fork server has ended")

@@ -237,6 +237,7 @@ def test_times_of_parts_come_at_log_intervals(tmp_path: Path) -> None:
     ]
     times = {line["iteration"]: line["timers"] for line in steps(tmp_path) if "timers" in line}
     assert list(times) == [2, 4, 5]
+    assert [line["iteration"] for line in steps(tmp_path) if "ranks" in line] == [1, 2, 4, 5]
     between_stages = ("forward-recv", "forward-send", "backward-recv", "backward-send")
     of_others = ("checkpoint-forward", "checkpoint-recompute", "backward-input-compute", "backward-weight-compute")
     assert list(times[5]) == [name for name in PARTS if name not in (*between_stages, *of_others, "params-publish")]
@@ -596,6 +597,7 @@ def test_a_signal_in_an_evaluation_loses_nothing(
 # --- what is written to the metrics file ------------------------------------------------------------------------------
 
 METRICS: dict[str, Any] = {
+    "log_interval": 1,
     "tensor_model_parallel_size": 2,
     "zero_stage": 2,
     "micro_batch_size": 2,
