@@ -301,6 +301,7 @@ def _deepspeed(kind: str, place: Place, work: Work) -> System:
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": stage, **moved},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": work.precision == "bf16"},
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
