@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megazero.command_line.processes import HELP
 from megazero.command_line.tools import Flags, HelpFormatter, Number
-from megazero.console import Console
+from megazero.console import Console, print_error
 from megazero.errors import TopologyError, raise_problems
 from megazero.parallel.job import read_job
 from megazero.parallel.launch import Launch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megazero.cluster.preflight import Board
 
 DAY = 24 * 60 * 60
+_TOLD = "told"  # the topic under which rank 0 posts that it has printed the problems
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -105,7 +106,10 @@ def main(words: Sequence[str]) -> int:
         inspect(arguments, board, launch)
     except TopologyError as error:
         if launch.rank == 0:
-            raise
+            print_error(error)
+            board.post(_TOLD, None)
+        else:  # a launcher ends all processes when the first one fails, so that nothing would be printed
+            board.find(_TOLD, arguments.timeout)
         return error.exit_code
     finally:
         board.close(launch.world_size)
