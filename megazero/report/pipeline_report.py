@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megazero.comm.mesh import Mesh, gather_json
+from megazero.comm.mesh import Mesh, gather_json_on_first
 from megazero.files import written_aside
 from megazero.pipeline.picture import caption, picture
 from megazero.pipeline.schedule import Shape
@@ -61,14 +61,18 @@ class PipelineReport:
         return spans if self._is_due else None
 
     def publish(self, iteration: int, spans: Sequence[SpanRow] | None) -> float | None:
-        """Gather a step's spans, write files on rank 0, return the idle share; None if it was not traced."""
+        """Gather a step's spans on rank 0, which writes files and returns the idle share.
+
+        None elsewhere, and of a step that was not traced.
+        """
         if self._folder is None or spans is None:
             return None
         mine = {"machine": platform.node(), "together": self._together, "spans": spans} if spans else None
-        everyone = gather_json(self._mesh.control, mine)
+        everyone = gather_json_on_first(self._mesh.control, mine)
+        if not everyone:
+            return None
         measured = timeline(on_one_clock([everyone[rank] for rank in self._mesh.topology.group_of(0, "pp")]))
-        if self._mesh.rank == 0:
-            self._write(self._folder, iteration, measured)
+        self._write(self._folder, iteration, measured)
         return measured.idle_share
 
     def take_picture(self) -> StepPicture | None:

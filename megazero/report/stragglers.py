@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megazero.comm.mesh import Mesh, gather_json
+from megazero.comm.mesh import Mesh, gather_json_on_first
 
 FACTOR = 1.3
 STEPS = 20
@@ -135,7 +135,7 @@ class StragglerReport:
         self._peers = [_peers(mesh, rank) for rank in range(mesh.topology.world_size)]
 
     def step(self, iteration: int, mine: OwnTime) -> Iterator[str]:
-        """Take this rank's time of a step; yield a line for every rank that has become slow, or has recovered.
+        """Take this rank's time of a step; yield, on rank 0, a line for every rank that has become slow, or recovered.
 
         A collective call every `_interval` iterations.
         """
@@ -144,9 +144,11 @@ class StragglerReport:
         self._steps.append(mine)
         if iteration % self._interval:
             return
-        rows = gather_json(self._mesh.control, [socket.gethostname(), *self._steps])
+        rows = gather_json_on_first(self._mesh.control, [socket.gethostname(), *self._steps])
         first = iteration - len(self._steps) + 1
         self._steps = []
+        if not rows:
+            return
         hosts = [row[0] for row in rows]
         table = [[OwnTime(*times) for times in step] for step in zip(*(row[1:] for row in rows), strict=True)]
         self._first = self._first or medians(table)
