@@ -14,6 +14,8 @@ from megazero.parallel.topology import WORLD, Topology
 
 GATHERING = "dp_gather"  # the key of the second communicator of the data-parallel axis
 CONTROL = "control"  # the key of the communicator of all ranks for CPU tensors, where "world" carries a GPU's only
+# The keys of those over which messages of CPU tensors reach rank 0, the innermost first, where no group has all ranks.
+CONTROL_AXES = ("control_tp", "control_dp")
 
 # Keys of the pipeline's channels.  A group whose communicator is made at once (NCCL's are) runs one operation after the
 # other on each rank, so a receive that is posted ahead would hold up every send behind it.  Hence activations and
@@ -68,23 +70,32 @@ class Mesh:
         """All ranks, over CPU tensors: what hosts exchange for themselves never waits for a device."""
         return self.communicators.get(CONTROL, self.world)
 
+    @property
+    def control_axes(self) -> tuple[Communicator, ...]:
+        """The communicators over which messages of CPU tensors reach rank 0 one after the other: mostly `control`."""
+        return tuple(self.communicators[key] for key in CONTROL_AXES if key in self.communicators) or (self.control,)
+
     def coordinate(self, axis: str) -> int:
         return self.topology.coordinate(self.rank, axis)
 
 
-def gather_on_first(communicator: Communicator, row: Tensor) -> Tensor | None:
+def gather_on_first(mesh: Mesh, row: Tensor) -> Tensor | None:
     """Return every rank's row of numbers, [size, n] in rank order, on rank 0, and None elsewhere.
 
-    row: [n], of one length and dtype on all ranks.  Every other rank sends one message.
+    row: [n], on the CPU, of one length and dtype on all ranks.  Every other rank sends one message, on each axis that
+    rank 0 is reached over.
     """
-    if communicator.rank:
-        communicator.send(row, 0).wait()
-        return None
-    rows = row.new_empty(communicator.size, len(row))
-    rows[0] = row
-    works = [communicator.receive_into(rows[rank], rank) for rank in range(1, communicator.size)]
-    for work in works:
-        work.wait()
+    rows = row.view(1, -1)
+    for axis in mesh.control_axes:
+        if axis.rank:
+            axis.send(rows, 0).wait()
+            return None
+        gathered = rows.new_empty(axis.size, *rows.shape)
+        gathered[0] = rows
+        works = [axis.receive_into(gathered[rank], rank) for rank in range(1, axis.size)]
+        for work in works:
+            work.wait()
+        rows = gathered.view(-1, len(row))
     return rows
 
 
@@ -99,9 +110,9 @@ def gather_json(communicator: Communicator, value: Any) -> list[Any]:
     return _unframed(gathered.view(communicator.size, len(row)))
 
 
-def gather_json_on_first(communicator: Communicator, value: Any) -> list[Any]:
+def gather_json_on_first(mesh: Mesh, value: Any) -> list[Any]:
     """Return every rank's JSON-able value, in rank order, on rank 0, and an empty list elsewhere; see `gather_json`."""
-    rows = gather_on_first(communicator, _framed(communicator, value))
+    rows = gather_on_first(mesh, _framed(mesh.control, value))
     return [] if rows is None else _unframed(rows)
 
 

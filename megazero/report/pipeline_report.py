@@ -68,7 +68,7 @@ class PipelineReport:
         if self._folder is None or spans is None:
             return None
         mine = {"machine": platform.node(), "together": self._together, "spans": spans} if spans else None
-        everyone = gather_json_on_first(self._mesh.control, mine)
+        everyone = gather_json_on_first(self._mesh, mine)
         if not everyone:
             return None
         measured = timeline(on_one_clock([everyone[rank] for rank in self._mesh.topology.group_of(0, "pp")]))

@@ -144,7 +144,7 @@ class StragglerReport:
         self._steps.append(mine)
         if iteration % self._interval:
             return
-        rows = gather_json_on_first(self._mesh.control, [socket.gethostname(), *self._steps])
+        rows = gather_json_on_first(self._mesh, [socket.gethostname(), *self._steps])
         first = iteration - len(self._steps) + 1
         self._steps = []
         if not rows:

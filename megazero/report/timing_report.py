@@ -39,7 +39,7 @@ class TimingReport:
         if iteration % self._interval and not is_last:
             return None
         row = torch.tensor([self._sums[name] / self._num_steps for name in self._parts], dtype=torch.float64)
-        rows = gather_on_first(self._mesh.control, row)
+        rows = gather_on_first(self._mesh, row)
         num_steps, self._num_steps = self._num_steps, 0
         self._sums = dict.fromkeys(self._parts, 0.0)
         if rows is None:

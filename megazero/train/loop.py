@@ -351,7 +351,7 @@ class _Loop:
             data_wait_seconds=pending.data_wait_seconds,
             device_memory_bytes=pending.memory.device_bytes,
         )
-        return [RankMetrics(**figures) for figures in gather_json_on_first(mesh.control, asdict(mine))]
+        return [RankMetrics(**figures) for figures in gather_json_on_first(mesh, asdict(mine))]
 
     def _check_health(self, metrics: StepMetrics, before: TrainState, step: BadStep) -> None:
         """Raise TrainingError if the loss scale is exhausted, or a figure is not finite; the run is saved first."""

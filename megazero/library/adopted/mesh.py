@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from megazero.comm.groups import GroupMaker, Limits, Split, gloo_maker, group_maker
 from megazero.comm.interface import Communicator, CompletedWork, ReduceKind, Work
 from megazero.comm.local import LocalCommunicator
-from megazero.comm.mesh import CONTROL, GATHERING, Mesh
+from megazero.comm.mesh import CONTROL, CONTROL_AXES, GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.comm.startup import carries_cpu_tensors, data_parallel, make_mesh
@@ -106,6 +106,7 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
         ENDS: LocalCommunicator(),
         GATHERING: gathering,
     }
+    hosts = [over_data, over_tensor]
     if not all(carries_cpu_tensors(group) for group in groups if group is not None):
         axes = {"dp": data} if groups.tensor is None else {"dp": data, "tp": tensor}
         maker = gloo_maker(limits)
@@ -114,8 +115,11 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
             for axis, ranks in axes.items()
         ]
         inner[CONTROL] = _product(*hosts)
+    if len(hosts) > 1:
+        inner |= dict(zip(CONTROL_AXES, reversed(hosts), strict=True))
     meter = Meter()
-    names = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp", CONTROL: WORLD}
+    names = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
+    names |= dict.fromkeys((CONTROL, *CONTROL_AXES), WORLD)
     communicators = {key: MeteredCommunicator(axis, names[key], meter) for key, axis in inner.items()}
     topology = Topology(tp=over_tensor.size, dp=over_data.size)
     return Mesh(topology, topology.rank_of(dp=over_data.rank, tp=over_tensor.rank), device, communicators, meter)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from support.processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from megazero.comm.mesh import Mesh, gather_json
+from megazero.comm.mesh import CONTROL_AXES, Mesh, gather_json, gather_json_on_first
 from megazero.errors import TopologyError
 from megazero.library.adopted import mesh as adopted_mesh
 from megazero.library.adopted.mesh import TwoAxes, adopt, adopt_default, find_groups, is_joined, joined_device
@@ -36,9 +36,11 @@ def scratch() -> FusedBuffers:
 
 
 def hears(mesh: Mesh, rank: int) -> dict[str, list[int]]:
-    """Return, by axis, the ranks that share this rank's group."""
+    """Return, by axis, the ranks that share this rank's group, without the axes on the way to the first rank."""
     found = {}
     for name, axis in mesh.communicators.items():
+        if name in CONTROL_AXES:
+            continue
         ranks = torch.empty(axis.size, dtype=torch.int64)
         axis.all_gather_into(ranks, torch.tensor([rank])).wait()
         found[name] = ranks.tolist()
@@ -95,23 +97,26 @@ def test_collectives_over_both_axes() -> None:
         assert mine == [10.0 * 2 * place, 10.0 * (2 * place + 1)]  # 1 + 2 + 3 + 4 times the element
 
 
-def hosts_beside(rank: int) -> tuple[bool, list[int]]:
-    """Gather ranks over `control` where the user's groups carry a GPU's tensors only, as far as `adopt` can tell."""
+def hosts_beside(rank: int) -> tuple[bool, list[int], list[int]]:
+    """Gather ranks over `control`, on all ranks and on the mesh's first, where groups seem to carry a GPU's alone."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(adopted_mesh, "carries_cpu_tensors", lambda group: False)
         mesh = adopt(mpu_of(rank, DATA, TENSOR), CPU, scratch())
-    return mesh.control is mesh.world, gather_json(mesh.control, rank)
+    return mesh.control is mesh.world, gather_json(mesh.control, rank), gather_json_on_first(mesh, rank)
 
 
 @pytest.mark.gloo
 def test_hosts_have_groups_of_their_own_beside_a_gpus() -> None:
-    assert run_ranks(4, hosts_beside) == [(False, [0, 2, 1, 3])] * 4
+    everyone = [0, 2, 1, 3]
+    assert run_ranks(4, hosts_beside) == [(False, everyone, everyone if rank == 0 else []) for rank in range(4)]
 
 
 def device_meshes(rank: int) -> list[Any]:
     flat = adopt(init_device_mesh("cpu", (4,)), CPU, scratch())
     square = adopt(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), CPU, scratch())
     found = [hears(mesh, rank) for mesh in (flat, square)]
+    for mesh in (flat, square):
+        assert gather_json_on_first(mesh, {"rank": rank}) == [{"rank": each} for each in range(4 if rank == 0 else 0)]
     with pytest.raises(TopologyError, match="known by their names") as caught:
         adopt(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), CPU, scratch())
     assert "data, model" in str(caught.value)
