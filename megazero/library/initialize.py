@@ -1,5 +1,6 @@
 """Defines `megazero.initialize`, which makes an engine from a module and a configuration."""
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ from megazero.library.step.stepping import LearningRates, Stepper
 from megazero.memory.host import retain_freed_memory
 from megazero.memory.ledger_interface import NullLedger
 from megazero.optim.loss_scaler import LossScaler
+from megazero.report.offload_price import offload_lines
 from megazero.rules import moot
 from megazero.rules.trackers import missing_packages
 from megazero.tensor_parallel.float32 import use_tf32
@@ -119,6 +121,8 @@ def initialize(
     except BaseException:
         passes.close()
         raise
+    for line in offload_lines(core, batch.accumulation) if mesh.world.rank == 0 else ():
+        print(line, file=sys.stderr, flush=True)
     buffers.resize(core.largest_buffer_bytes)
     retain_freed_memory(mesh.device)
     records = StepRecords(core)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megazero.memory.host import host_bandwidth
 from megazero.units import format_bytes
-from megazero.zero.plan import HostTraffic
+from megazero.zero.engine import Engine
+from megazero.zero.plan import Home, HostTraffic, host_traffic
 
 # Beyond this many times the step without offloading, the price is a warning.
 _DEAR = 3.0
@@ -26,57 +27,70 @@ _PRODUCT_SIZE = MappingProxyType({"cpu": 512, "cuda": 4096})
 
 
 class OffloadPrice(NamedTuple):
-    """What offloading costs a step of one rank.
+    """The cost of offloading for one rank's step.
 
     traffic: bytes copied.  updated: elements whose home is host memory.  The seconds are those of copies, of the host's
-    update, and of the model's computation, each by itself.
+    update, and of the model's computation, each by itself; None where a model's operations are not known.
     """
 
     traffic: HostTraffic
     updated: int
     copy_seconds: float
     update_seconds: float
-    compute_seconds: float
+    compute_seconds: float | None
 
     @property
     def step_seconds(self) -> float:
         """The least time of a step."""
-        return max(self.copy_seconds, self.compute_seconds + self.update_seconds)
+        return max(self.copy_seconds, (self.compute_seconds or 0.0) + self.update_seconds)
 
     @property
     def binding(self) -> str:
         """The name of what the step waits for most."""
-        if self.copy_seconds > self.compute_seconds + self.update_seconds:
+        compute = self.compute_seconds or 0.0
+        if self.copy_seconds > compute + self.update_seconds:
             return "the link to host memory"
-        return "the host's update" if self.update_seconds > self.compute_seconds else "the computation"
-
-    @property
-    def is_dear(self) -> bool:
-        """True if a step takes more than three times as long as its computation."""
-        return self.step_seconds > _DEAR * self.compute_seconds
+        return "the host's update" if self.update_seconds > compute else "the computation"
 
     def lines(self) -> list[str]:
-        """Return what a run prints before its first step."""
+        """Return what is printed before the first step: the cost, and a warning beyond three times the computation."""
+        compute = self.compute_seconds
+        beside = "the computation beside" if compute is None else f"computation, {_ms(compute)}"
         line = (
             f"offloading, a step of this rank: {format_bytes(self.traffic.stored)} to host memory and"
             f" {format_bytes(self.traffic.loaded)} back, {_ms(self.copy_seconds)}; {self.updated:,} elements updated by"
-            f" the host, {_ms(self.update_seconds)}; computation, {_ms(self.compute_seconds)} | at least"
-            f" {_ms(self.step_seconds)} a step: {self.binding} binds"
+            f" the host, {_ms(self.update_seconds)}; {beside} | at least {_ms(self.step_seconds)} a step:"
+            f" {self.binding} binds"
         )
-        if not self.is_dear:
+        if compute is None or self.step_seconds <= _DEAR * compute:
             return [line]
-        times = self.step_seconds / max(self.compute_seconds, 1e-9)
+        times = self.step_seconds / max(compute, 1e-9)
         warning = f"warning: by offloading, a step takes about {times:.1f} times as long, because of {self.binding}"
         return [line, warning]
 
 
+def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None = None) -> list[str]:
+    """Return lines on the price of what lives in host memory; none where nothing does.
+
+    num_micro_batches: of a step.  flops: the floating-point operations of this rank's step; None: not known.
+    """
+    plan, mesh = engine.plan, engine.mesh
+    numel, partitions = engine.layout.used_numel(trainable=True), mesh.topology.dp
+    traffic = host_traffic(plan, numel, partitions, num_micro_batches)
+    if not any(traffic):
+        return []
+    updated = round(numel // partitions * plan.share_at(Home.HOST))
+    price = estimate_price(traffic, updated=updated, flops=flops, dtype=plan.parameter.dtype, device=mesh.device)
+    return price.lines()
+
+
 def estimate_price(
-    traffic: HostTraffic, *, updated: int, flops: float, dtype: torch.dtype, device: torch.device
+    traffic: HostTraffic, *, updated: int, flops: float | None, dtype: torch.dtype, device: torch.device
 ) -> OffloadPrice:
-    """Measure the three rates, and return the price of a step.
+    """Measure the rates of copies, of the host's update and of products, and return the price of a step.
 
     updated: elements that the host updates by AdamW.  flops: floating-point operations of the rank's step, made in
-    products of `dtype`.
+    products of `dtype`; None: not known.
     """
     total = sum(traffic)
     copied = min(max(total // 2, 1), _COPIED_BYTES)
@@ -85,7 +99,7 @@ def estimate_price(
         updated,
         copy_seconds=total / host_bandwidth(device, copied),
         update_seconds=updated * _update_seconds(min(max(updated, 1), _UPDATED_NUMEL)),
-        compute_seconds=flops * _flop_seconds(dtype, device),
+        compute_seconds=None if flops is None else flops * _flop_seconds(dtype, device),
     )
 
 

@@ -20,7 +20,7 @@ from megazero.report.ledger_report import LedgerReport
 from megazero.report.memory_history import MemoryHistory, snapshot_of
 from megazero.report.memory_report import closing_lines, opening_line
 from megazero.report.metrics import Rates, flops_per_token, peak_tflops
-from megazero.report.offload_price import estimate_price
+from megazero.report.offload_price import offload_lines
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.step_profile import StepProfile
 from megazero.report.stragglers import StragglerReport
@@ -32,7 +32,7 @@ from megazero.train.components import RunComponents
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import Reporting
 from megazero.train.pipeline_stages import activation_config, num_checkpoints, padded_vocab_size
-from megazero.zero.plan import DTYPES, Home, host_traffic
+from megazero.zero.plan import DTYPES
 from megazero.zero.statistics import StatisticsChoice, missing_states
 
 
@@ -123,6 +123,8 @@ def make_reporting(
     device, world_size = components.mesh.device, components.mesh.topology.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     flops = flops_per_token(config.model, vocab_size=inputs.vocab_size)
+    step_flops = flops * derived.global_batch_size(config, world_size) * config.model.seq_length / world_size
+    num_micro_batches = derived.num_micro_batches(config, world_size)
     logging = replace(config.logging, tensorboard_dir=derived.tensorboard_dir(config))
     texts = {"configuration": to_yaml(config).splitlines(), "layout": layout}
     sizes = derived.step_sizes(config, world_size)
@@ -188,7 +190,7 @@ def make_reporting(
                 components.buffers,
                 mask_bytes=_mask_bytes(config),
             ),
-            *(_offload_lines(config, components, flops) if console.prints else ()),
+            *(offload_lines(components.engine, num_micro_batches, flops=step_flops) if console.prints else ()),
         ),
         closing=lambda: [
             *pipeline.closing_lines(),
@@ -203,23 +205,3 @@ def _max_checkpoints(config: RunConfig, components: RunComponents) -> int:
     padded = padded_vocab_size(config, components.model.vocab_size)
     number = derived.num_micro_batches(config, components.mesh.topology.world_size)
     return num_checkpoints(config, components.plan.stage, padded, number)
-
-
-def _offload_lines(config: RunConfig, components: RunComponents, flops_per_token: int) -> Sequence[str]:
-    """Return lines on the price of what lives in host memory; none where nothing does."""
-    engine, mesh = components.engine, components.mesh
-    plan, layout = engine.plan, engine.layout
-    numel, partitions = layout.used_numel(trainable=True), mesh.topology.dp
-    number = derived.num_micro_batches(config, mesh.topology.world_size)
-    traffic = host_traffic(plan, numel, partitions, number)
-    if not any(traffic):
-        return ()
-    tokens = derived.global_batch_size(config, mesh.topology.world_size) * config.model.seq_length
-    price = estimate_price(
-        traffic,
-        updated=round(numel // partitions * plan.share_at(Home.HOST)),
-        flops=flops_per_token * tokens / mesh.topology.world_size,
-        dtype=plan.parameter.dtype,
-        device=mesh.device,
-    )
-    return price.lines()

@@ -8,7 +8,7 @@ from megazero.zero.plan import HostTraffic
 CPU = torch.device("cpu")
 
 
-def price(copy: float, update: float, compute: float) -> OffloadPrice:
+def price(copy: float, update: float, compute: float | None) -> OffloadPrice:
     return OffloadPrice(HostTraffic(3 << 20, 1 << 20), 2_000_000, copy, update, compute)
 
 
@@ -29,9 +29,16 @@ def test_a_line_says_the_price_and_a_second_one_warns() -> None:
     assert warning.startswith("warning:") and "3.0 times" in warning and "the link" in warning
 
 
+def test_where_the_computation_is_not_known_nothing_is_said_of_it() -> None:
+    (line,) = price(0.01, 0.004, None).lines()
+    assert line.endswith("4.0 ms; the computation beside | at least 10.0 ms a step: the link to host memory binds")
+    assert price(0.001, 0.004, None).binding == "the host's update"
+
+
 def test_rates_are_measured() -> None:
     traffic = HostTraffic(1 << 20, 1 << 19)
     found = estimate_price(traffic, updated=100_000, flops=1e8, dtype=torch.float32, device=CPU)
-    assert min(found.copy_seconds, found.update_seconds, found.compute_seconds) > 0
+    assert found.compute_seconds and min(found.copy_seconds, found.update_seconds, found.compute_seconds) > 0
     doubled = estimate_price(traffic, updated=0, flops=0, dtype=torch.bfloat16, device=CPU)
     assert doubled.update_seconds == doubled.compute_seconds == 0 < doubled.copy_seconds
+    assert estimate_price(traffic, updated=1, flops=None, dtype=torch.float32, device=CPU).compute_seconds is None
