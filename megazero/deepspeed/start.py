@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,11 @@ def initialize(
     for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
         if given is not None and content.pop(name, None) is not None and get_rank() == 0:
             warnings.warn(f"{name}: the one that the program passes to initialize takes its place", stacklevel=2)
-    core = initialize_core(model, content, mpu, _optimizer(optimizer, parameters, content, model))
+    settings = load_engine_config(content)
+    chosen = _optimizer(optimizer, parameters, settings.optimizer, model)
+    if chosen is not None:
+        settings = replace(settings, optimizer=None)
+    core = initialize_core(model, settings, mpu, chosen)
     inputs = InputSettings(training_data, collate_fn, drop_last, managed)
     engine = DeepSpeedEngine(core, inputs, lr_scheduler, config=given_content)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -111,12 +116,14 @@ def _group(params: Any) -> Iterable[Any]:
 def _optimizer(
     given: Optimizer | Callable[[Any], Optimizer] | None,
     parameters: list[Any] | None,
-    content: Mapping[str, Any],
+    choice: OptimizerChoice | None,
     model: nn.Module,
 ) -> Optimizer | Callable[[Any], Optimizer] | None:
     """Return the optimizer that the core is to use, a function that makes it, or None for the configuration's own.
 
-    Raises UsageError if an optimizer has other parameters than the program names.
+    choice: the configuration's optimizer.
+    Raises UsageError if an optimizer has other parameters than the program names, or if the configuration's decouples a
+    rate that the program's param groups would set.
     """
     if parameters is None:
         return given
@@ -135,8 +142,12 @@ def _optimizer(
     }
     if is_all:
         return None
-    choice: OptimizerChoice | None = load_engine_config(content).optimizer
-    return None if choice is None else partial(_make, choice, parameters)
+    if choice is None:
+        return None
+    if choice.decoupled_lr is not None:
+        found = f"optimizer.decoupled_lr: {choice.decoupled_lr:g} beside initialize(model_parameters=...)"
+        raise refuse(found, "param groups have their own rates", "a param group with that lr")
+    return partial(_make, choice, parameters)
 
 
 def _make(choice: OptimizerChoice, parameters: list[Any], _all: object) -> Optimizer:

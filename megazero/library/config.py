@@ -177,6 +177,23 @@ def without_schedule(config: EngineConfig) -> EngineConfig:
     return replace(config, scheduler=None, notices=(*config.notices, f"{given}: moot here, because {because}"))
 
 
+def without_optimizer(config: EngineConfig, given: object) -> EngineConfig:
+    """Return the configuration without its optimizer; `given` is the one that is given to `initialize` beside it.
+
+    Raises ConfigError for two optimizers; a DeepSpeed configuration's gets a notice instead, as DeepSpeed prefers the
+    program's.
+    """
+    if config.optimizer is None:
+        return config
+    described = Location("config").key("optimizer.type").quote(config.optimizer.type)
+    argument = f"initialize(optimizer={getattr(given, '__name__', type(given).__name__)})"
+    if config.origin is Origin.USER:
+        legal = "leave out the configuration's optimizer, or initialize(model, config) without one"
+        raise ConfigError(Problem(f"{described} beside {argument}", "a training has one optimizer", legal))
+    because = f"{argument} gives the one optimizer that a training has"
+    return replace(config, optimizer=None, notices=(*config.notices, f"{described}: moot here, because {because}"))
+
+
 def resolve_batch(config: EngineConfig, data_parallel_size: int) -> BatchSizes:
     """Return the batch's sizes on this many data-parallel processes; raise ConfigError if they contradict."""
     given = GivenSizes(

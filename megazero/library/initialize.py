@@ -22,6 +22,7 @@ from megazero.library.config import (
     automatic_sizes,
     load_engine_config,
     resolve_batch,
+    without_optimizer,
     without_schedule,
 )
 from megazero.library.engine import DataParallelEngine, EngineComponents
@@ -63,8 +64,9 @@ def initialize(
     megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu (`adopted/mesh.py`).
     Parameters that are DTensors over its tensor-parallel axis become local tensors (`adopted/dtensors.py`).
     optimizer: a torch optimizer over parameters of the model, or a function that makes one of them; its param groups
-    and learning-rate schedulers on it take effect.  None: the configuration's optimizer, over all parameters.  If there
-    is neither, the parameters are frozen until the engine is closed: it computes, saves and loads, and trains nothing.
+    and learning-rate schedulers on it take effect.  The configuration then names none; that of a DeepSpeed
+    configuration is left aside with a notice.  None: the configuration's optimizer, over all parameters.  If there is
+    neither, the parameters are frozen until the engine is closed: it computes, saves and loads, and trains nothing.
 
     Raises ConfigError, TopologyError or UsageError, each with all problems of its kind.
     """
@@ -75,8 +77,7 @@ def initialize(
         raise UsageError(Problem(given, "a model is a torch.nn.Module that has been made", "MyModel(...)"))
     settings = load_engine_config(config)
     raise_problems(ConfigError, missing_packages(settings.reports, lambda name, value: f"reports.{name}: {value}"))
-    if optimizer is None:
-        settings = without_schedule(settings)
+    settings = without_schedule(settings) if optimizer is None else without_optimizer(settings, optimizer)
     mesh, buffers = mesh_and_buffers(mesh, settings.limits)
     batch = resolve_batch(settings, mesh.axis("dp").size)
     _warn(settings, batch, mesh, [*use_tf32(settings.precision, mesh.device, given="precision.tf32")])

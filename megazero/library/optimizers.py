@@ -1,6 +1,6 @@
 """Chooses the optimizer of an engine: the one that the configuration describes, or one that the user has made."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -74,13 +74,6 @@ def choose(
     if given is None:
         assert choice is not None, "parameters are frozen where nothing updates them"
         return _configured(choice, model)
-    if choice is not None and choice.decoupled_lr is not None:
-        problem = Problem(
-            f"optimizer.decoupled_lr: {choice.decoupled_lr:g} beside initialize(optimizer=...)",
-            "an optimizer that is given has its own param groups",
-            "a param group with that lr",
-        )
-        raise ConfigError(problem)
     template = given(_trainable(model)) if callable(given) and not isinstance(given, Optimizer) else given
     _check_is_for(template, model)
     return _with_groups(Elementwise(TorchOptimizer(template)))
@@ -117,13 +110,20 @@ def _decoupled(choice: OptimizerChoice, model: nn.Module) -> frozenset[str]:
         for name, names in found.items()
         if not names
     ]
+    rule = "a decoupled rate is for parameters with weight decay"
+    legal = _first([name for name, spec in specs.items() if spec.decay]) or "leave out decoupled_lr"
     problems += [
-        Problem(f"optimizer.decoupled_parameters: {name}", "a decoupled rate is for parameters with weight decay", "")
+        Problem(f"optimizer.decoupled_parameters: {name}", rule, legal)
         for name in sorted({name for names in found.values() for name in names})
         if not specs[name].decay
     ]
     raise_problems(ConfigError, problems)
     return frozenset(name for names in found.values() for name in names)
+
+
+def _first(names: Collection[str]) -> str:
+    """Return the first names as a text that shows whether there are more."""
+    return ", ".join([*names][:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _with_groups(inner: Elementwise) -> EngineOptimizer:

@@ -18,6 +18,7 @@ from typing import Any
 
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics, StepPicture, interval_metrics
 from megazero.report.metrics_file import (
+    RUN_KEY,
     cannot_go_on,
     evaluation_record,
     iteration_of,
@@ -37,6 +38,8 @@ class CurvesFile:
     """A writer of the curves; a resumed run continues at its checkpoint's iteration, as in `MetricsFile`.
 
     A file that cannot be written never ends a run: `say` gets one line, and training goes on without it.
+    earlier: the curves beside the checkpoint that is resumed, whose lines of the same run this file begins with; None
+    if the file itself has them.
     most_bytes, lines: the size at which it is thinned, and how many lines steps are spread over then.
     """
 
@@ -49,6 +52,7 @@ class CurvesFile:
         say: Callable[[str], None],
         resumed_iteration: int = 0,
         run: str = "",
+        earlier: Path | None = None,
         most_bytes: int = MOST_BYTES,
         lines: int = _LINES,
     ) -> None:
@@ -58,7 +62,7 @@ class CurvesFile:
         self._first = True
         self._most_bytes, self._thins_at, self._lines = most_bytes, most_bytes, lines
         self._works = True
-        self._attempt(lambda: self._open(resumed_iteration))
+        self._attempt(lambda: self._open(resumed_iteration, earlier))
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
         self._steps.append(metrics)
@@ -87,9 +91,14 @@ class CurvesFile:
     def close(self) -> None:
         self.flush()
 
-    def _open(self, resumed_iteration: int) -> None:
+    def _open(self, resumed_iteration: int, earlier: Path | None) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        truncate_after(self._path, resumed_iteration, kept=lambda source: _lines_until(source, resumed_iteration))
+        truncate_after(
+            self._path,
+            resumed_iteration,
+            kept=lambda source: _lines_until(source, resumed_iteration, self._run),
+            source=earlier if earlier is not None and earlier.is_file() else None,
+        )
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._attempt(lambda: self._append(record))
@@ -129,9 +138,13 @@ def _mean_record(steps: Sequence[StepMetrics]) -> dict[str, Any]:
     return {**step_record(mean), "skipped": interval.num_skipped, "steps": len(steps)}
 
 
-def _lines_until(source: Iterable[str], last_iteration: int) -> Iterator[str]:
-    """Yield the lines up to an iteration; what is no line of the file is left out."""
-    return (line for line, record in _records(source) if iteration_of(record) <= last_iteration)
+def _lines_until(source: Iterable[str], last_iteration: int, run: str) -> Iterator[str]:
+    """Yield a run's lines up to an iteration; what is no line of the file, or names another run, is left out."""
+    return (
+        line
+        for line, record in _records(source)
+        if iteration_of(record) <= last_iteration and record.get(RUN_KEY, run) == run
+    )
 
 
 def _records(source: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megazero.errors import ConfigError, Problem
+from megazero.files import open_regular
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics, StepPicture
 
 RUN_KEY = "run"  # in every record: the id of its run, if it has one
+_HEAD_BYTES = 1 << 20  # enough for a line with the figures of a thousand ranks
 
 
 class MetricsFile:
@@ -163,14 +165,20 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def truncate_after(path: Path, last_iteration: int, *, kept: Callable[[Iterable[str]], Iterable[str]]) -> None:
-    """Rewrite `path` with the lines that `kept` yields of it, with none if it starts at 0; a new file replaces it."""
-    if not path.exists():
+def truncate_after(
+    path: Path, last_iteration: int, *, kept: Callable[[Iterable[str]], Iterable[str]], source: Path | None = None
+) -> None:
+    """Write `path` anew with the lines that `kept` yields of it, with none if it starts at 0.
+
+    source: the file whose lines are taken in place of its own.
+    """
+    source = source or path
+    if not source.exists():
         return
     temporary = path.with_name(f".{path.name}.aside")
     try:
-        with path.open(encoding="utf-8", errors="replace") as source, temporary.open("w", encoding="utf-8") as target:
-            for line in kept(source):
+        with source.open(encoding="utf-8", errors="replace") as lines, temporary.open("w", encoding="utf-8") as target:
+            for line in kept(lines):
                 # A run that starts at 0 evaluates at 0 again, so no line of an older one is copied.
                 if last_iteration > 0:
                     target.write(line)
@@ -200,7 +208,33 @@ def _own_lines(path: Path, source: Iterable[str], last_iteration: int, run: str)
             raise ConfigError(Problem(given, rule, "a new file, or the file of this run")) from error
         other = record.get(RUN_KEY, run)
         if last_iteration > 0 and run and other != run:
-            rule = f"a run that resumes goes on with its own metrics file, and this is run {run}"
-            raise ConfigError(Problem(f"{given}: of run {other}", rule, "a new file, or the file of this run"))
+            raise ConfigError(_other_run(given, other, run))
         if iteration <= last_iteration:
             yield line
+
+
+def problem_of_run(path: Path, run: str) -> Problem | None:
+    """Return the problem of a metrics file that a resumed run cannot go on with, as another run wrote it, else None.
+
+    It is found by the first line that names a run, since a file has the lines of one; the writer reads the others.
+    run: the id of the run that resumes, "" if it has none yet.
+    """
+    try:
+        with open_regular(path) as stream:
+            head = stream.read(_HEAD_BYTES)
+    except OSError:
+        return None
+    for number, line in enumerate(head.splitlines(), start=1):
+        try:
+            other = json.loads(line).get(RUN_KEY)
+        except (ValueError, AttributeError, RecursionError):
+            return None
+        if other is not None:
+            return None if other == run else _other_run(f"--metrics-file {path}, line {number}", other, run)
+    return None
+
+
+def _other_run(given: str, other: object, run: str) -> Problem:
+    own = f"run {run}" if run else "a run without an id"
+    rule = f"a run that resumes goes on with its own metrics file, and this is {own}"
+    return Problem(f"{given}: of run {other}", rule, "a new file, or the file of this run")

@@ -168,7 +168,7 @@ class Mlflow:
 
 
 class Tolerated:
-    """A tracker whose failure ends no training: the first one is told, and nothing more is written to it."""
+    """A tracker whose failure ends no training: its first failure is printed, and nothing more is written to it."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker], tell: Callable[[str], None]) -> None:
         """tell: prints a line.  A tracker that cannot be opened has failed already."""

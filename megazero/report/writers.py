@@ -287,13 +287,15 @@ def open_writers(
     train_samples: int | None = None,
     times_parts: bool = False,
     curves: Path | None = None,
+    earlier_curves: Path | None = None,
     run: str = "",
     trackers: Callable[[], Sequence[Tracker]] = tuple,
 ) -> tuple[MetricsWriter, ...]:
     """Return the writers of the configuration; none on a rank that does not print.
 
     texts: see `TrackerWriter`.  train_samples, times_parts: see `ConsoleWriter`.  curves: the file of the run's
-    curves, None for a run that does not save.  run: the run's id, which both files of figures carry.
+    curves, None for a run that does not save.  earlier_curves: see `CurvesFile`.  run: the run's id, which both files
+    of figures carry.
     trackers: opens those besides TensorBoard.
     """
     if not console.prints:
@@ -322,6 +324,7 @@ def open_writers(
                 train_iters=train_iters,
                 resumed_iteration=resumed_iteration,
                 run=run,
+                earlier=earlier_curves,
                 say=console.line,
             )
         )

@@ -7,6 +7,7 @@
 import os
 import socket
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -482,11 +483,19 @@ def _assemble_on(
             last=last,
             layout=[*drawing, *stages],
             run=run,
+            loaded=_other_folder(config, resumed.checkpoint),
         ),
         journal=journal,
         sampled=_sampled(config, inputs, prints=console.prints),
         launcher=launch.launcher,
     )
+
+
+def _other_folder(config: RunConfig, checkpoint: Checkpoint | None) -> Path | None:
+    """Return the folder of the run's checkpoints so far, if it saves into another one from now on; else None."""
+    save = config.checkpoint.save
+    moves = save is not None and not is_from_root(checkpoint, save)
+    return checkpoint.folder.parent if checkpoint is not None and moves else None
 
 
 def _sampled(config: RunConfig, inputs: RunInputs, *, prints: bool) -> SampledText | None:

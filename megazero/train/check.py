@@ -6,20 +6,22 @@ Loading torch is the slowest part of a start.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from megazero.checkpoint.folders import step_of
 from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.errors import ConfigError, Problem, TopologyError, UserError, raise_problems
 from megazero.parallel.launch import Launch
 from megazero.parallel.nodes import problems_of_placement
 from megazero.parallel.topology import Topology, parse_order
+from megazero.report.metrics_file import problem_of_run
 from megazero.rules import run as rules
 from megazero.rules.trackers import missing_packages
 from megazero.train.inputs import RunInputs, find_tokenizer, open_inputs
-from megazero.train.start import find_start
+from megazero.train.start import Start, find_start
 
 
 def check(config: RunConfig, launch: Launch) -> RunInputs:
-    """Check the rules between settings, the layout on its nodes, the corpora and the places of checkpoints.
+    """Check rules between settings, the layout on its nodes, corpora, and whose checkpoints and metrics are there.
 
     Raises all problems at once; returns the opened corpora.  `build.check_checkpoint` checks a checkpoint afterwards.
     """
@@ -33,7 +35,7 @@ def check(config: RunConfig, launch: Launch) -> RunInputs:
         with _gathering(errors):
             raise_problems(TopologyError, _placement_problems(config, launch))
         with _gathering(errors):
-            find_start(config.checkpoint)
+            raise_problems(ConfigError, _figures_of_another_run(config, find_start(config.checkpoint)))
     if rules.corpus_is_named(config, launch.world_size):
         with _gathering(errors):
             inputs = _open_inputs(config)
@@ -55,6 +57,15 @@ def topology(config: RunConfig, world_size: int) -> Topology:
 def _placement_problems(config: RunConfig, launch: Launch) -> Iterable[Problem]:
     layout = topology(config, launch.world_size)
     return problems_of_placement(layout, launch.nodes, config.parallel.allow_tensor_parallel_across_nodes)
+
+
+def _figures_of_another_run(config: RunConfig, start: Start) -> Iterator[Problem]:
+    """Yield a problem if a run that goes on after some steps would go on with the metrics file of another one."""
+    path, source = config.logging.metrics_file, start.source
+    begins = source is None or config.checkpoint.finetune or step_of(source.name) == 0
+    run = "" if start.run is None else start.run.id
+    if path is not None and not begins and (problem := problem_of_run(path, run)):
+        yield problem
 
 
 def _as_flag(setting: str, value: object) -> str:

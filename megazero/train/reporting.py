@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -114,11 +115,13 @@ def make_reporting(
     last: int,
     layout: Sequence[str],
     run: RunIdentity,
+    loaded: Path | None = None,
 ) -> Reporting:
     """Return the writers and reports of a run.
 
     state: the counters that it continues from.  history: `begin_memory_history`, of before the model was made.
     last: the iteration at which it ends.  layout: its drawing, for TensorBoard.
+    loaded: the folder with the checkpoint that it continues from, if it saves into another one.
     """
     device, world_size = components.mesh.device, components.mesh.topology.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -142,6 +145,7 @@ def make_reporting(
         ),
         texts={title: as_markdown(lines) for title, lines in texts.items()},
         curves=None if config.checkpoint.save is None else config.checkpoint.save / CURVES,
+        earlier_curves=None if loaded is None else loaded / CURVES,
         run=run.id,
     )
     is_tracked = derived.tracks_scalars(config) and (logging.ledger or logging.log_memory_to_tensorboard)

@@ -74,7 +74,7 @@ class _Departure(NamedTuple):
 
 
 class Departures:
-    """The sums of gradients that travel from the device to their home, at most a few buckets at once.
+    """The sums of gradients on their way home: of at most a few buckets, of none where home is the device itself.
 
     Sums of several micro-batches are added up on the device, for which those so far come back: no host waits, and the
     arithmetic is that of sums that never leave.
@@ -91,6 +91,14 @@ class Departures:
         lease: the memory of `reduced`, released here; None if it stays unchanged until `settle`.
         """
         target, home = self._shards.reduced_gradient(bucket, within), self._shards.home(bucket)
+        if home.is_device:
+            if adds:  # in place, without a temporary
+                target.add_(reduced)
+            else:
+                target.copy_(reduced)
+            if lease is not None:
+                lease.release()
+            return
         if adds or reduced.dtype != target.dtype:
             total = self._buffers.lease(within.numel, target.dtype)
             if adds:
@@ -215,11 +223,8 @@ class ResidentGradients:
 
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         lease = self._sent.popleft() if self._converts else None
-        if not self._shards.reduces_in_place(bucket):
+        if lease is not None or not self._shards.reduces_in_place(bucket):
             self._departures.send(bucket, within, reduced, lease, adds=False)
-        elif lease is not None:
-            self._shards.resident_gradient(bucket, within).copy_(reduced)
-            lease.release()
 
     def settle(self) -> None:
         self._departures.settle()
@@ -308,15 +313,7 @@ class LeasedGradients:
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         lease, adds = self._sent.popleft(), bucket.index in self._has_sum
         self._has_sum.add(bucket.index)
-        if not self._shards.home(bucket).is_device:
-            self._departures.send(bucket, within, reduced, lease, adds=adds)
-            return
-        target = self._shards.reduced_gradient(bucket, within)
-        if adds:
-            target.add_(reduced)
-        else:
-            target.copy_(reduced)
-        lease.release()
+        self._departures.send(bucket, within, reduced, lease, adds=adds)
 
     def settle(self) -> None:
         self._departures.settle()

@@ -21,7 +21,9 @@ def make_model() -> nn.Sequential:
 
 def engine_of(model: nn.Module, zero_stage: int, *, mesh: Any = None, optimizer: Any = None, **more: Any) -> Any:
     zero = {"zero_stage": zero_stage, **more.pop("zero", {})}
-    config = {"zero": zero, "precision": {"precision": "fp32"}, "optimizer": {"type": "AdamW", "lr": 1e-3}, **more}
+    config = {"zero": zero, "precision": {"precision": "fp32"}, **more}
+    if optimizer is None:
+        config["optimizer"] = {"type": "AdamW", "lr": 1e-3}
     return megazero.initialize(model, config, mesh=mesh or mesh_in_worker(0), optimizer=optimizer)
 
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.errors import CheckpointError, ConfigError, UsageError
+from megazero.library.config import load_engine_config
 from megazero.library.engine import DataParallelEngine
 from megazero.zero.gathered import GatheredParameters
 
@@ -135,7 +137,7 @@ def test_arguments_of_other_types_are_refused(model: Any, given: Any, told: str)
 def test_an_optimizer_must_be_one() -> None:
     given: Any = "adam"
     with pytest.raises(ConfigError, match="optimizer of type str"):
-        megazero.initialize(nn.Linear(2, 1), config(0, type="AdamW", lr=1e-3), optimizer=given)
+        megazero.initialize(nn.Linear(2, 1), {"zero": {}}, optimizer=given)
 
 
 def test_the_engine_stands_for_the_model() -> None:
@@ -189,7 +191,7 @@ def test_a_frozen_model_computes_and_is_not_trained(stage: int, kind: str) -> No
             call()
     engine.close()
     with pytest.raises(UsageError, match="an optimizer for a frozen model"):
-        megazero.initialize(plain, config(stage), optimizer=torch.optim.SGD)
+        megazero.initialize(plain, {"zero": {"zero_stage": stage}}, optimizer=torch.optim.SGD)
     with pytest.raises(UsageError, match="a model without parameters"):
         megazero.initialize(nn.ReLU(), config(stage))
 
@@ -260,6 +262,51 @@ def test_a_schedule_without_an_optimizer() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
     engine = megazero.initialize(model, {"zero": {}, "scheduler": schedule}, optimizer=sgd)
     assert engine.lr_scheduler is not None and engine.optimizer is sgd and engine.get_lr() == [0.0]
+
+
+# --- two optimizers ---------------------------------------------------------------------------------------------------
+
+
+def test_two_optimizers_are_refused() -> None:
+    """The message names both, and the model stays as it was."""
+    model = make("sequential")
+    dtype = next(model.parameters()).dtype
+    for given in (torch.optim.SGD(model.parameters(), lr=0.5), torch.optim.SGD):
+        for settings in (config(1, type="Adam", lr=0.1), load_engine_config(config(1, type="Adam", lr=0.1))):
+            with pytest.raises(ConfigError) as caught:
+                megazero.initialize(model, settings, optimizer=given)
+            (problem,) = caught.value.problems
+            assert problem.given == 'config: optimizer.type: "Adam" beside initialize(optimizer=SGD)'
+            assert problem.rule == "a training has one optimizer" and "leave out" in problem.legal
+    assert next(model.parameters()).dtype == dtype and not hasattr(next(model.parameters()), "megazero_spec")
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_given_optimizer_takes_the_place_of_a_deepspeed_configurations(as_file: bool, tmp_path: Path) -> None:
+    """It trains as it would alone; the other one is named in a notice."""
+    content = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
+    two = {**content, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    path = tmp_path / "two.json"
+    path.write_text(json.dumps(two))
+    weights = []
+    for given in (content, str(path) if as_file else two):
+        model = make("sequential").float()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            engine = megazero.initialize(model, given, optimizer=sgd)
+        moot = [str(each.message) for each in found if "a training has" in str(each.message)]
+        notice = (
+            'config: optimizer.type: "AdamW": moot here, because initialize(optimizer=SGD) gives the one optimizer that'
+            " a training has"
+        )
+        assert moot == ([] if given is content else [notice])
+        assert engine.optimizer is sgd and engine.get_lr() == [0.5] and engine.config.optimizer is None
+        (x,) = (part.float() for part in inputs_of("sequential", 0))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        weights.append(engine.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 # --- public names ----------------------------------------------------------------------------------------------------

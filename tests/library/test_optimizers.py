@@ -153,6 +153,21 @@ def test_adamw_of_a_configuration_is_the_fused_one() -> None:
     assert other.given.param_groups[0]["amsgrad"] is True
 
 
+def test_only_parameters_with_weight_decay_have_a_decoupled_rate() -> None:
+    """The message names those of the model that have some; biases and norms of models with specs have none."""
+    cases: list[tuple[nn.Module, str, str]] = [
+        (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), "1.bias", "0.weight, 1.weight"),
+        (nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), "1.bias", "0.weight, 1.weight, 2.weight, ..."),
+        (nn.LayerNorm(3), "bias", "leave out decoupled_lr"),
+    ]
+    for model, name, legal in cases:
+        choice = OptimizerChoice(type="SGD", lr=0.1, decoupled_lr=0.5, decoupled_parameters=(name,))
+        with pytest.raises(ConfigError) as caught:
+            choose(None, choice, model)
+        (problem,) = caught.value.problems
+        assert problem.given == f"optimizer.decoupled_parameters: {name}" and problem.legal == legal
+
+
 def refusals() -> list[tuple[Callable[[nn.Module], Any], str]]:
     return [
         (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS"),

@@ -88,6 +88,29 @@ def test_a_resumed_run_continues_at_its_step_with_what_can_be_read(tmp_path: Pat
     assert read(tmp_path) == []
 
 
+def test_a_run_that_saves_elsewhere_takes_its_lines_along(tmp_path: Path) -> None:
+    """Those of its own id, up to the checkpoint; the folder it saves into may have curves that its steps replace."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    for folder, run, last in ((before, "a1", 7), (after, "b2", 5)):
+        file = open_file(folder, run=run)
+        for iteration in range(1, last + 1):
+            file.step(make_step(iteration, loss=float(iteration)), [])
+        file.saved(last, ranks(9))
+        file.close()
+    kept = (before / "c.jsonl").read_text()
+    open_file(after, resumed_iteration=6, earlier=before / "c.jsonl").step(make_step(7), [])
+    assert [(line["iteration"], line["run"]) for line in read(after)] == [(1, "a1"), (3, "a1"), (6, "a1"), (7, "a1")]
+    assert [line["loss"] for line in read(after)[:3]] == [1.0, 2.5, 5.0]
+    assert (before / "c.jsonl").read_text() == kept, "they stay where they are"
+    # Without curves there, or with those of another run, it begins anew; its own stay where the others are missing.
+    for earlier, wanted in ((tmp_path / "nowhere" / "c.jsonl", [1, 3, 6]), (after / "other.jsonl", [])):
+        open_file(after, resumed_iteration=6, earlier=earlier)
+        assert [line["iteration"] for line in read(after)] == wanted
+        (after / "other.jsonl").write_text(kept.replace('"a1"', '"b2"'))
+    open_file(after, run="b2", resumed_iteration=0, earlier=before / "c.jsonl")
+    assert read(after) == []
+
+
 def test_a_long_run_stays_within_its_bytes(tmp_path: Path) -> None:
     """Steps, seconds and skipped steps are kept in sum; the first line of each kind and the last ranks as they are."""
     file = open_file(tmp_path, log_interval=1, train_iters=50_000, most_bytes=20_000, lines=50)

@@ -11,7 +11,7 @@ from support.step_metrics import make_step
 
 from megazero.errors import ConfigError
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
-from megazero.report.metrics_file import MetricsFile
+from megazero.report.metrics_file import MetricsFile, problem_of_run
 from megazero.report.part_times import PartTimes
 
 RANKS = [
@@ -184,6 +184,31 @@ def test_lines_carry_their_run_and_another_runs_file_is_not_gone_on_with(tmp_pat
     assert path.read_bytes() == before
     MetricsFile(path, run="b2").close()
     assert path.read_bytes() == b""
+
+
+def test_another_runs_file_is_known_by_its_first_line(tmp_path: Path) -> None:
+    """Lines of an earlier version name no run; what is no metrics file, or none at all, is left to the writer."""
+    path = tmp_path / "m.jsonl"
+    assert problem_of_run(path, "a1") is None
+    file = MetricsFile(path, run="a1")
+    file.step(step(1), RANKS)
+    file.step(step(2), [])
+    file.close()
+    own, unnamed = path.read_text(), '{"iteration": 0}\n'
+    for earlier in (0, 1, 3):
+        path.write_text(earlier * unnamed + own)
+        assert problem_of_run(path, "a1") is None
+        for run, words in (("b2", "run b2"), ("", "a run without an id")):
+            problem = problem_of_run(path, run)
+            assert problem is not None and problem.rule.endswith(f"and this is {words}")
+            assert problem.given == f"--metrics-file {path}, line {earlier + 1}: of run a1"
+            assert problem.legal == "a new file, or the file of this run"
+    for content in (unnamed, "", "dear diary\n", "[1]\n", '{"iteration": 1, "run": "'):
+        path.write_text(content)
+        assert problem_of_run(path, "a1") is None
+    path.unlink()
+    os.mkfifo(path)
+    assert problem_of_run(path, "a1") is None
 
 
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ def found(zero: dict[str, Any], precision: dict[str, Any]) -> list[Problem]:
         ({"communication_data_type": "fp64"}, {"precision": "fp16", "loss_scale": 8.0}),
         ({"communication_data_type": "bf16"}, {"precision": "bf16", "accumulate_allreduce_grads_in_fp32": True}),
         ({"zero_stage": 0, "reduce_bucket_size": 0}, {}),
+        ({"zero_stage": 1, "offload_optimizer": "cpu"}, {}),
+        ({"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}, {}),
     ],
 )
 def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
@@ -41,6 +43,21 @@ def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
             "<gradient_predivide_factor> 1, or leave out <prescale_gradients>",
         ),
         (
+            {"zero_stage": 0, "offload_optimizer": "cpu"},
+            {},
+            "<offload_optimizer> cpu with <zero_stage> 0",
+            "<zero_stage> 1, or <offload_optimizer> none",
+        ),
+        *(
+            (
+                {"zero_stage": stage, "offload_param": "cpu"},
+                {},
+                f"<offload_param> cpu with <zero_stage> {stage}",
+                "<zero_stage> 3, or <offload_param> none",
+            )
+            for stage in range(3)
+        ),
+        (
             {},
             {"precision": "fp16", "initial_loss_scale": 1.0, "min_loss_scale": 2.0},
             "<initial_loss_scale> 1 <min_loss_scale> 2",
@@ -51,3 +68,9 @@ def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
 def test_illegal(zero: dict[str, Any], precision: dict[str, Any], given: str, legal: str) -> None:
     (problem,) = found(zero, precision)
     assert (problem.given, problem.legal) == (given, legal) and problem.rule
+
+
+def test_each_home_has_a_problem_of_its_own() -> None:
+    homes = found({"zero_stage": 0, "offload_optimizer": "cpu", "offload_param": "cpu"}, {})
+    assert [problem.given.partition(" ")[0] for problem in homes] == ["<offload_optimizer>", "<offload_param>"]
+    assert "stages 1 to 3" in homes[0].rule and "stage 3" in homes[1].rule

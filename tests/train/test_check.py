@@ -1,10 +1,12 @@
 """Checking a run before torch is loaded reports broken rules, missing corpora and bad placement together."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.saved_runs import ONE, OTHER, save_for
 from support.sidecars import byte_sidecar, write_sidecar
 from support.small_runs import TINY, VOCAB, tiny_run
 from support.token_files import count_up, write_corpus
@@ -35,6 +37,25 @@ def test_rules_between_settings_are_told_at_once() -> None:
     told = refused(Launch(0, 3, 0), **wrong)
     for flag in ("--num-attention-heads 5", "3 processes", "--min-lr 1", "--finetune without --load"):
         assert flag in told
+
+
+def test_another_runs_metrics_are_told_before_ranks_meet(tmp_path: Path) -> None:
+    """Only a run that goes on after some steps adds to its file; one that begins starts it over."""
+    for name, step in (("saved", 10), ("begun", 0)):
+        save_for(tmp_path / name, step, ONE)
+    lines = {run.id: tmp_path / f"{run.id}.jsonl" for run in (ONE, OTHER)}
+    for run_id, path in lines.items():
+        path.write_text(json.dumps({"iteration": 1, "run": run_id}) + "\n")
+    others, load = {"metrics_file": str(lines[OTHER.id])}, str(tmp_path / "saved")
+    for settings in ({"load": load}, {"load": load, "save": load}, {"load": load, "save": str(tmp_path / "new")}):
+        told = refused(**others, **settings)
+        assert (
+            f"--metrics-file {lines[OTHER.id]}, line 1: of run {OTHER.id}" in told and f"this is run {ONE.id}\n" in told
+        )
+        check(tiny_run(metrics_file=str(lines[ONE.id]), **settings), ALONE)
+    begun = str(tmp_path / "begun")
+    for settings in ({}, {"save": str(tmp_path / "new")}, {"load": load, "finetune": True}, {"load": begun}):
+        check(tiny_run(**others, **settings), ALONE)
 
 
 def broken_corpus(folder: Path) -> dict[str, Any]:

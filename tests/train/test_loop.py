@@ -162,6 +162,25 @@ def test_a_page_has_curves_without_a_metrics_file(tmp_path: Path) -> None:
     assert (tmp_path / "save" / "run.html").read_text().count("<svg") == 8
 
 
+def test_a_run_that_saves_elsewhere_takes_its_curves_along(tmp_path: Path) -> None:
+    """Its page has all of its steps; a run that begins there, from the weights alone, has its own."""
+    told = {"metrics_file": None, "log_interval": 1, "save_interval": 2}
+    run(tmp_path, exit_interval=3, **told)
+    first = (tmp_path / "save" / "curves.jsonl").read_text().splitlines()
+    load = str(tmp_path / "save" / "step_0000002")
+    for name, settings, iterations in (
+        ("second", {}, [1, 2, 2, 3, 4, 4]),
+        ("third", {"finetune": True}, [1, 2, 2, 3, 4, 4]),
+    ):
+        run(tmp_path, load=load, save=str(tmp_path / name), exit_interval=4, **told, **settings)
+        curves = (tmp_path / name / "curves.jsonl").read_text().splitlines()
+        assert [json.loads(line)["iteration"] for line in curves] == iterations
+        assert (curves[:3] == first[:3]) is not bool(settings)
+        assert {json.loads(line)["run"] for line in curves} == {run_id(tmp_path / name)}
+    assert (tmp_path / "save" / "curves.jsonl").read_text().splitlines() == first
+    assert run_id(tmp_path / "second") == run_id(tmp_path / "save") != run_id(tmp_path / "third")
+
+
 def test_a_run_that_saves_nothing_says_that_it_leaves_no_page(tmp_path: Path) -> None:
     *_, line, reason = run(tmp_path, train_iters=1, save=None).text.splitlines()
     assert (line, reason) == (

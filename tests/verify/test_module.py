@@ -68,7 +68,9 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 def verified(make: Callable[[], nn.Module], mesh: Any, stage: int = 1, **more: Any) -> Report:
-    config = {"zero": {"zero_stage": stage}, "gradient_clipping": 0.5, "optimizer": ADAMW, **more.pop("config", {})}
+    config = {"zero": {"zero_stage": stage}, "gradient_clipping": 0.5, **more.pop("config", {})}
+    if "optimizer" not in more:
+        config["optimizer"] = ADAMW
     return megazero.verify_module(make, loss_of, batches(), config, mesh=mesh, **more)
 
 

@@ -205,7 +205,9 @@ def _take_section(file: ParsedFile, location: Location, path: str, value: Any) -
     elif value is None or value is False:
         return
     elif not isinstance(value, Mapping):
-        file.diagnostics.problems.append(Problem(location.quote(value), f"{location.path} is a mapping", "{...}"))
+        names = [name for section, _, name in (key.rpartition(".") for key in HONOURED) if section == path]
+        legal = f'{{"{names[0]}": ...}}' if names else "{...}"
+        file.diagnostics.problems.append(Problem(location.quote(value), f"{location.path} is a mapping", legal))
     elif path in PARAMS:
         file.params[path] = value
     else:

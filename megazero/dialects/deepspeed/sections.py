@@ -330,7 +330,7 @@ def engine_parts(file: ParsedFile) -> EngineParts:
     optimizer = optimizer_of(file)
     scheduler = scheduler_of(file, None if optimizer is None else optimizer.lr)
     file.diagnostics.problems.extend(
-        replace(problem, given=f"{file.origin}: {problem.given}")
+        replace(problem, given=f"{file.origin}: {problem.given}{_old_keys(file, problem.given)}")
         for rule in STATE_RULES
         for problem in rule(zero, precision, _spell)
     )
@@ -364,6 +364,12 @@ def _spell(setting: str) -> str:
     if setting == "initial_loss_scale":
         return f"2 to the {PRECISION_KEYS[setting]},"
     return ZERO_KEYS.get(setting) or PRECISION_KEYS.get(setting) or setting
+
+
+def _old_keys(file: ParsedFile, given: str) -> str:
+    """Return the old keys from which the values of quoted settings come, as an addition to what a problem quotes."""
+    keys = ((_spell(setting), file.written(path)) for path, setting in OLD_OFFLOAD.items())
+    return "".join(f"; {name} comes from {key.source}" for name, key in keys if key and key.value and name in given)
 
 
 def _became(path: str, parts: EngineParts) -> str | None:

@@ -19,6 +19,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib import import_module
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -219,9 +220,8 @@ def _sentence_pieces(library: Any, tokenizer: SentencePieceTokenizer) -> _Fast:
 
 def _facts(content: bytes) -> tuple[list[str], str]:
     """Return a SentencePiece model's user-defined symbols, and the name of its normaliser ("": none)."""
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made when imported
-
-    model = ModelProto.FromString(content)
+    messages: Any = import_module("sentencepiece.sentencepiece_model_pb2")  # its classes are made when it is imported
+    model = messages.ModelProto.FromString(content)
     symbols = [piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED]
     normaliser = model.normalizer_spec
     return symbols, (normaliser.name or "?") if normaliser.precompiled_charsmap else ""

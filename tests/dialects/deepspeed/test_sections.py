@@ -244,16 +244,153 @@ def test_what_is_wrong_between_keys(content: dict[str, Any], given: str, legal: 
     assert problem.given == f"ds.json: {given}" and legal in problem.legal and problem.rule
 
 
-def test_parameters_stay_on_the_device_below_stage_3() -> None:
-    zero = {"offload_param": {"device": "cpu", "pin_memory": True}}
-    for stage, home in ((1, "none"), (2, "none"), (3, "cpu")):
-        assert parts({"zero_optimization": {"stage": stage, **zero}})[0].zero.offload_param == home
-
-
 def test_gradients_in_the_models_own_format_are_no_wider() -> None:
     content = {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": True}}
     assert parts(content)[0].precision == PrecisionConfig(precision="bf16")
     assert parts({"data_types": {"grad_accum_dtype": "fp32"}})[0].precision == PrecisionConfig()
+
+
+# --- offloading -------------------------------------------------------------------------------------------------------
+
+CPU = {"device": "cpu"}
+OLD_PARAM = {"cpu_offload_param": True}
+
+
+def moved(stage: int, **zero: Any) -> tuple[ZeroConfig, ParsedFile]:
+    made, file = parts({"zero_optimization": {"stage": stage, **zero}})
+    return made.zero, file
+
+
+@each(
+    ("zero", "optimizer", "param"),
+    [
+        ({}, "none", "none"),
+        ({"offload_optimizer": CPU}, "cpu", "none"),
+        ({"offload_param": CPU}, "none", "cpu"),
+        ({"offload_optimizer": CPU, "offload_param": CPU}, "cpu", "cpu"),
+        ({"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}, "none", "none"),
+        ({"cpu_offload": True}, "cpu", "none"),
+        ({"cpu_offload": False, "cpu_offload_param": False}, "none", "none"),
+        (OLD_PARAM, "none", "cpu"),
+        ({"cpu_offload": True, **OLD_PARAM}, "cpu", "cpu"),
+        ({"cpu_offload": True, "offload_optimizer": CPU}, "cpu", "none"),
+        ({"cpu_offload": False, "offload_optimizer": {"device": "none"}}, "none", "none"),
+        ({**OLD_PARAM, "offload_optimizer": CPU}, "cpu", "cpu"),
+    ],
+)
+def test_old_and_new_keys_choose_homes(zero: dict[str, Any], optimizer: str, param: str) -> None:
+    made, file = moved(3, **zero)
+    assert (made.offload_optimizer, made.offload_param) == (optimizer, param)
+    assert file.diagnostics.problems == [] and file.diagnostics.notices == []
+
+
+def test_a_part_of_the_optimizer_is_moved() -> None:
+    made, file = moved(2, offload_optimizer={"device": "cpu", "ratio": 0.25})
+    assert (made.offload_optimizer, made.offload_optimizer_ratio) == ("cpu", 0.25)
+    assert file.diagnostics.problems == [] and file.diagnostics.notices == []
+    assert moved(2, offload_optimizer=CPU)[0].offload_optimizer_ratio == 1.0
+    for section, key, because in (
+        ({"ratio": 0.25}, "ratio: 0.25", "offload_optimizer none keeps all of it on the device"),
+        ({"device": "cpu", "ratio": 0}, 'device: "cpu"', "offload_optimizer_ratio 0 keeps all of it on the device"),
+    ):
+        _, file = moved(2, offload_optimizer=section)
+        assert file.diagnostics.problems == []
+        assert file.diagnostics.notices == [
+            f"ds.json: zero_optimization.offload_optimizer.{key}: moot here, because {because}"
+        ]
+
+
+@each(
+    ("zero", "is_pinned"),
+    [
+        ({"offload_optimizer": CPU}, True),
+        ({"offload_optimizer": {**CPU, "pin_memory": False}}, False),
+        ({"offload_param": {**CPU, "pin_memory": False}}, False),
+        ({"offload_optimizer": {**CPU, "pin_memory": False}, "offload_param": {**CPU, "pin_memory": False}}, False),
+        ({"offload_optimizer": {**CPU, "pin_memory": False}, "offload_param": CPU}, False),
+        ({"cpu_offload": True, "cpu_offload_use_pin_memory": False}, False),
+        ({**OLD_PARAM, "cpu_offload_use_pin_memory": False}, False),
+        ({"cpu_offload": True, "cpu_offload_use_pin_memory": True}, True),
+        ({"cpu_offload": True, "offload_optimizer": {"pin_memory": False}}, False),
+        # What is not offloaded has no part in it.
+        ({"offload_optimizer": {**CPU, "pin_memory": True}, "offload_param": {"pin_memory": False}}, True),
+        ({"offload_optimizer": {"device": "none", "pin_memory": False}, "offload_param": CPU}, True),
+    ],
+)
+def test_host_memory_is_pinned_for_all_or_for_none(zero: dict[str, Any], is_pinned: bool) -> None:
+    made, file = moved(3, **zero)
+    assert made.offload_pin_memory is is_pinned
+    assert file.diagnostics.problems == [] and file.diagnostics.notices == []
+
+
+@each(
+    ("stage", "zero", "given", "legal"),
+    [
+        (
+            3,
+            {"offload_optimizer": {**CPU, "pin_memory": True}, "offload_param": {**CPU, "pin_memory": False}},
+            "zero_optimization.offload_optimizer.pin_memory: true and"
+            " ds.json: zero_optimization.offload_param.pin_memory: false",
+            "the same value in both sections",
+        ),
+        (
+            3,
+            {"cpu_offload": True, "cpu_offload_use_pin_memory": True, "offload_param": {**CPU, "pin_memory": False}},
+            "zero_optimization.offload_param.pin_memory: false and"
+            " ds.json: zero_optimization.cpu_offload_use_pin_memory: true",
+            "the same value in both sections",
+        ),
+        (
+            3,
+            {"cpu_offload": True, "offload_optimizer": {"device": "none"}},
+            'zero_optimization.cpu_offload: true and ds.json: zero_optimization.offload_optimizer.device: "none"',
+            "one of the two",
+        ),
+        (
+            3,
+            {"cpu_offload_param": False, "offload_param": CPU},
+            'zero_optimization.cpu_offload_param: false and ds.json: zero_optimization.offload_param.device: "cpu"',
+            "one of the two",
+        ),
+        (
+            2,
+            {"cpu_offload_params": True},
+            "zero_optimization.cpu_offload_params: true",
+            "cpu_offload_param, offload_param",
+        ),
+        (
+            0,
+            {"offload_optimizer": CPU},
+            "zero_optimization.offload_optimizer.device cpu with zero_optimization.stage 0",
+            "zero_optimization.stage 1, or zero_optimization.offload_optimizer.device none",
+        ),
+        (
+            0,
+            {"cpu_offload": True},
+            "zero_optimization.offload_optimizer.device cpu with zero_optimization.stage 0;"
+            " zero_optimization.offload_optimizer.device comes from ds.json: zero_optimization.cpu_offload: true",
+            "zero_optimization.stage 1",
+        ),
+    ],
+)
+def test_homes_that_contradict(stage: int, zero: dict[str, Any], given: str, legal: str) -> None:
+    (problem,) = moved(stage, **zero)[1].diagnostics.problems
+    assert problem.given == f"ds.json: {given}" and legal in problem.legal and problem.rule
+
+
+@each("stage", [0, 1, 2])
+@each(
+    ("zero", "key"),
+    [
+        ({"offload_param": {**CPU, "pin_memory": True}}, 'offload_param.device: "cpu"'),
+        (OLD_PARAM, "cpu_offload_param: true"),
+    ],
+)
+def test_parameters_below_stage_3_get_a_notice(stage: int, zero: dict[str, Any], key: str) -> None:
+    made, file = moved(stage, **zero)
+    assert made.offload_param == "none" and file.diagnostics.problems == []
+    (notice,) = file.diagnostics.notices
+    assert notice.startswith(f"ds.json: zero_optimization.{key}: moot here, because parameters are partitioned")
 
 
 # --- the translation that runs and the library share ------------------------------------------------------------------

@@ -61,8 +61,7 @@ def config(stage: int, precision: str = "fp64", **more: Any) -> dict[str, Any]:
 
 
 def engine_of(stage: int, precision: str = "fp64", mesh: Any = None, **more: Any) -> DataParallelEngine:
-    optimizer = more.pop("optimizer_object", None)
-    return megazero.initialize(make(), config(stage, precision, **more), mesh=mesh, optimizer=optimizer)
+    return megazero.initialize(make(), config(stage, precision, **more), mesh=mesh)
 
 
 def train(engine: DataParallelEngine, first: int, steps: int, *, same: bool = False) -> None:

@@ -50,9 +50,10 @@ def in_groups(model: nn.Module, kind: str) -> Optimizer:
 
 def engine_of(stage: int, kind: str = "AdamW", *, given: bool = False, mesh: Any = None) -> DataParallelEngine:
     model = make()
-    return megazero.initialize(
-        model, config(stage, kind), mesh=mesh, optimizer=in_groups(model, kind) if given else None
-    )
+    settings = config(stage, kind)
+    if given:
+        del settings["optimizer"]
+    return megazero.initialize(model, settings, mesh=mesh, optimizer=in_groups(model, kind) if given else None)
 
 
 def plain_of(kind: str = "AdamW", *, given: bool = False) -> tuple[nn.Module, Optimizer]:

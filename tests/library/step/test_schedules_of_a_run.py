@@ -194,13 +194,6 @@ def test_what_contradicts_is_refused(params: dict[str, Any], changes: dict[str, 
     assert given in problem.given and legal in problem.legal
 
 
-def test_an_optimizer_that_is_given_has_groups_of_its_own() -> None:
-    with pytest.raises(ConfigError, match="has its own param groups"):
-        megazero.initialize(
-            one := model(), config("SGD", schedule("iters")), optimizer=torch.optim.SGD(one.parameters(), lr=PEAK)
-        )
-
-
 @pytest.mark.parametrize(
     ("changes", "given"),
     [
