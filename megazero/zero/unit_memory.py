@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megazero.comm.interface import Communicator, LabelMismatch, Work
 from megazero.errors import CollectiveError, Problem
+from megazero.memory.copies import Arrival
 from megazero.zero.guard import guard, unguard
 from megazero.zero.layout import Bucket, Section
 from megazero.zero.shards import Shards
@@ -59,7 +60,7 @@ class GatheredUnit:
     recomputed_in: int | None = None
     was_pinned_by_user: bool = False
     awaited: set[str] = field(default_factory=set)
-    works: dict[int, Work] = field(default_factory=dict)  # launched buckets, by index
+    works: dict[int, tuple[Arrival, Work]] = field(default_factory=dict)  # of launched buckets, by index
 
     @cached_property
     def numel(self) -> int:
@@ -138,13 +139,14 @@ class UnitMemory:
             with torch.no_grad():
                 mine, arrival = self._shards.outgoing(bucket, whole)
             with torch.no_grad(), arrival.ahead():
-                unit.works[bucket.index] = self._communicator.all_gather_into(whole, mine, label)
+                unit.works[bucket.index] = arrival, self._communicator.all_gather_into(whole, mine, label)
 
     def wait(self, unit: GatheredUnit, why: str) -> None:
         """Wait until every bucket, all of them launched, is gathered; raise CollectiveError if ranks don't meet."""
         try:
-            for work in unit.works.values():
+            for arrival, work in unit.works.values():
                 work.wait()
+                arrival.wait()  # the gather of one rank, whose partition is the whole, waits for nothing
         except LabelMismatch as error:
             unit.works.clear()
             raise self._mismatched(unit, why, error.rank, error.label) from None
