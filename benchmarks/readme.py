@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import corpora
+import host_update
 import kernels
+import slow_link
 import standings
 import throughput
 from ceilings import from_json
@@ -114,6 +116,21 @@ SECTIONS = (
         "The roofline is max(operations / product, bytes / copy), with the fastest product and the copy measured in the"
         " same run; caches are swept before each call.",
         kernels.body_of,
+    ),
+    Section(
+        "slow_link",
+        "Offloading over a slow link",
+        "Copies between the device and host memory, and most of the computation, take a stated time. The transfer is a"
+        " step's bytes both ways by the bandwidth of one; ratio is step / max(computation, transfer). The floor is what"
+        " no order of copies undercuts: gradients exist from backward on, and no weight changes before all their norm.",
+        slow_link.body_of,
+    ),
+    Section(
+        "host_update",
+        "The host's update",
+        "AdamW on a flat run in host memory, with gradients in bf16 or fp32, beside loops of torch's that copy and add"
+        " up as many bytes by the same threads.",
+        host_update.body_of,
     ),
     Section(
         "corpora",

@@ -6,8 +6,8 @@ work waits (`wait`), only the work queued in a block waits (`ahead`), or the hos
 been made when the call returns.  The CUDA path is written and has never been run on a GPU.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -18,10 +18,10 @@ class Arrival(Protocol):
     """The end of a copy that may still be running."""
 
     def wait(self) -> None:
-        """Make the device's work that is queued from here on run after the copy."""
+        """Make the device's work that is queued from here on run after the copy, and after what was queued `ahead`."""
 
     def ahead(self) -> AbstractContextManager[object]:
-        """Make the work that is queued inside run after the copy, but not after the device's other work."""
+        """Make the work that is queued inside run after the copy, but not the device's work that is queued later."""
 
     def finish(self) -> None:
         """Wait on the host until the copy has been made."""
@@ -68,26 +68,32 @@ class _CudaStream:
         self._device = device
         make_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
         self._stream = make_stream(device)
+        self._ahead = make_stream(device)  # else what is queued ahead would run after all copies queued until then
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return _CudaArrival(self._stream.record_event(), self._stream, self._device)
+            return _CudaArrival(self._stream.record_event(), self._ahead, self._device)
 
 
 class _CudaArrival:
-    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, device: torch.device) -> None:
-        self._event = event
-        self._stream = stream
+    def __init__(self, event: torch.cuda.Event, ahead: torch.cuda.Stream, device: torch.device) -> None:
+        self._event = self._last = event
+        self._ahead = ahead
         self._device = device
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._last)
 
-    def ahead(self) -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
-        return context
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        # Memory that has been freed for the work inside may still be in use by what the device has been given so far.
+        self._ahead.wait_stream(torch.cuda.current_stream(self._device))
+        self._ahead.wait_event(self._event)
+        with torch.cuda.stream(self._ahead):
+            yield
+        self._last = self._ahead.record_event()
 
     def finish(self) -> None:
         self._event.synchronize()

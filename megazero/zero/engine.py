@@ -205,6 +205,7 @@ class Engine:
             self._parameters,
             zero,
             ranks_may_differ=settings.serves_user_code,
+            take_updated=self._publisher.take_updated,
             timers=settings.timers,
         )
         leaves = [module for unit in units if unit.is_leaf for module in unit.consumers]

@@ -8,7 +8,7 @@ same decisions, so collectives meet.  A unit is *pinned* while a module's forwar
 allocated, filled and released in `unit_memory.py`.  (PyTorch's FSDP calls these acts unshard and reshard.)
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -16,8 +16,10 @@ from torch import nn
 from megazero.comm.interface import Communicator
 from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import Problem, UsageError
+from megazero.memory.copies import Arrival
 from megazero.timers import Timers
 from megazero.zero.guard import guard, unguard
+from megazero.zero.layout import Bucket
 from megazero.zero.shards import Shards
 from megazero.zero.unit_memory import GatheredUnit, UnitMemory, UnitState, each, partitioned_units
 from megazero.zero.use_order import UseOrder
@@ -34,15 +36,20 @@ class ParameterGather:
         zero: ZeroConfig,
         *,
         timers: Timers,
+        take_updated: Callable[[Bucket], Arrival],
         ranks_may_differ: bool = True,
     ) -> None:
-        """ranks_may_differ: False if all ranks surely gather the same units in the same order."""
+        """take_updated: as for `UnitMemory`.
+
+        ranks_may_differ: False if all ranks surely gather the same units in the same order.
+        """
         self._zero = zero
         self._check_back = shards.check_back
         self._timers = timers
         self.memory = UnitMemory(
             shards,
             communicator,
+            take_updated=take_updated,
             autograd_retains_memory=not zero.memory_efficient_linear,
             labels_gathers=ranks_may_differ or zero.enable_sanity_checks,
             compares_labels=zero.enable_sanity_checks,

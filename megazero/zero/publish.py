@@ -7,7 +7,7 @@ The step's end does not wait: a unit's gathers are waited for just before the un
 from collections import deque
 
 from megazero.comm.interface import Communicator, Work
-from megazero.memory.copies import Arrival
+from megazero.memory.copies import ARRIVED, Arrival
 from megazero.timers import Timers
 from megazero.zero.layout import Bucket
 from megazero.zero.plan import Placement
@@ -23,6 +23,7 @@ class ParameterPublisher:
         self._by_gather = by_gather
         self._timers = timers
         self._in_flight: dict[str, deque[Work | Arrival]] = {}
+        self._updated: dict[int, Arrival] = {}  # by bucket: new values of partitions that no gather has followed yet
         self._owners_differ = shards.plan.optimizer.placement is Placement.PARTITIONED
 
     def publish(self, bucket: Bucket, arrival: Arrival) -> None:
@@ -32,11 +33,17 @@ class ParameterPublisher:
         """
         section = self._shards.layout.sections[bucket.section]
         if section.partitioned:
-            arrival.wait()
+            if arrival is not ARRIVED:
+                self._updated[bucket.index] = arrival
+                self._in_flight.setdefault(section.unit, deque()).append(arrival)
         elif self._owners_differ:
             with self._timers.measure("params-publish"), arrival.ahead():
                 works = self._gather(bucket) if self._by_gather else self._broadcasts(bucket)
             self._in_flight.setdefault(section.unit, deque()).extend((arrival, *works))
+
+    def take_updated(self, bucket: Bucket) -> Arrival:
+        """Return the arrival that the next gather of a partitioned bucket must follow."""
+        return self._updated.pop(bucket.index, ARRIVED)
 
     def ensure(self, unit: str) -> None:
         """Wait until the unit's parameters may be read."""

@@ -55,7 +55,8 @@ class GradientReducer:
         self._communicator = communicator
         self._zero = zero
         self._timers = timers
-        self._max_in_flight = _MAX_IN_FLIGHT if zero.overlap_comm else 0
+        # One rank's sums are there at once, so that its buckets may leave for host memory without waiting for others.
+        self._max_in_flight = _MAX_IN_FLIGHT if zero.overlap_comm and communicator.size > 1 else 0
         self.predivisor = float(communicator.size) if zero.prescale_gradients else zero.gradient_predivide_factor
         self._buckets = shards.layout.trainable_buckets
         self._buckets_of = shards.layout.buckets_of

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megazero.comm.interface import Communicator, LabelMismatch, Work
 from megazero.errors import CollectiveError, Problem
+from megazero.memory.copies import ARRIVED, Arrival
 from megazero.zero.guard import guard, unguard
 from megazero.zero.layout import Bucket, Section
 from megazero.zero.shards import Shards
@@ -59,7 +61,7 @@ class GatheredUnit:
     recomputed_in: int | None = None
     was_pinned_by_user: bool = False
     awaited: set[str] = field(default_factory=set)
-    works: dict[int, Work] = field(default_factory=dict)  # launched buckets, by index
+    works: dict[int, tuple[Work | Arrival, ...]] = field(default_factory=dict)  # of launched buckets, by index
 
     @cached_property
     def numel(self) -> int:
@@ -81,6 +83,7 @@ class UnitMemory:
     autograd_retains_memory: whether tensors that autograd has saved retain a unit's memory beyond its release.
     labels_gathers: whether a gather carries its unit's number, which costs a message where it is compared.
     compares_labels: whether ranks compare what they gather, and wait for that, where their communicator does not.
+    take_updated: returns the arrival of a partition's updated values on the device, which its next gather must follow.
     """
 
     def __init__(
@@ -91,11 +94,13 @@ class UnitMemory:
         autograd_retains_memory: bool,
         labels_gathers: bool = True,
         compares_labels: bool = False,
+        take_updated: Callable[[Bucket], Arrival] = lambda bucket: ARRIVED,
     ) -> None:
         self._shards = shards
         self._communicator = communicator
         self._autograd_retains_memory = autograd_retains_memory
         self._labels_gathers, self._compares_labels = labels_gathers, compares_labels
+        self._take_updated = take_updated
         self._units: list[GatheredUnit] = []
         self._mismatch: Problem | None = None  # after it messages may be on their way that nothing receives
         self._by_storage: dict[int, GatheredUnit] = {}
@@ -136,14 +141,17 @@ class UnitMemory:
                 self._compare_labels(unit)
             whole = self._shards.flat(self._shards.layout.sections[bucket.section])[bucket.start : bucket.stop]
             with torch.no_grad():
-                mine, arrival = self._shards.outgoing(bucket, whole)
-            with torch.no_grad(), arrival.ahead():
-                unit.works[bucket.index] = self._communicator.all_gather_into(whole, mine, label)
+                mine, brought = self._shards.outgoing(bucket, whole)
+            updated = self._take_updated(bucket)
+            with torch.no_grad(), brought.ahead(), updated.ahead():
+                work = self._communicator.all_gather_into(whole, mine, label)
+            # The gather of one rank does nothing, or copies where it is queued, and its work waits for nothing.
+            unit.works[bucket.index] = work, brought, updated
 
     def wait(self, unit: GatheredUnit, why: str) -> None:
         """Wait until every bucket, all of them launched, is gathered; raise CollectiveError if ranks don't meet."""
         try:
-            for work in unit.works.values():
+            for work in chain.from_iterable(unit.works.values()):
                 work.wait()
         except LabelMismatch as error:
             unit.works.clear()

@@ -1,8 +1,12 @@
-"""Copies that finish as late as they may: when somebody waits for them.  Until then their targets are full of NaN."""
+"""Copies that finish as late as they may: when somebody waits for them.  Until then their targets are full of NaN.
+
+What is queued `ahead` waits, unless ranks are alone: the gather of one rank does nothing, and so waits for nothing.
+"""
 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -12,7 +16,8 @@ from torch import Tensor
 class LateCopies:
     """A stream of copies, which are made in order, once the arrival of one of them or of a later one is waited for."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, waits_ahead: bool = True) -> None:
+        self._waits_ahead = waits_ahead
         self._queue: deque[tuple[int, Tensor, Tensor]] = deque()
         self._number = 0
 
@@ -20,7 +25,7 @@ class LateCopies:
         self._queue.append((self._number, target, source))
         target.fill_(torch.nan if target.is_floating_point() else -1)
         self._number += 1
-        return _LateArrival(self, self._number - 1)
+        return _LateArrival(self, self._number - 1, waits_ahead=self._waits_ahead)
 
     def make(self, last: int) -> None:
         """Make the copies up to the one with this number."""
@@ -30,15 +35,17 @@ class LateCopies:
 
 
 class _LateArrival:
-    def __init__(self, stream: LateCopies, number: int) -> None:
+    def __init__(self, stream: LateCopies, number: int, *, waits_ahead: bool) -> None:
         self._stream = stream
         self._number = number
+        self._waits_ahead = waits_ahead
 
     def wait(self) -> None:
         self._stream.make(self._number)
 
     def ahead(self) -> AbstractContextManager[object]:
-        self.wait()
+        if self._waits_ahead:
+            self.wait()
         return nullcontext()
 
     def finish(self) -> None:
@@ -46,7 +53,7 @@ class _LateArrival:
 
 
 @contextmanager
-def late_copies() -> Iterator[None]:
+def late_copies(*, waits_ahead: bool = True) -> Iterator[None]:
     """Let all copies between a home and the device be late that engines made inside begin."""
-    with patch("megazero.memory.homes.copy_stream", LateCopies):
+    with patch("megazero.memory.homes.copy_stream", partial(LateCopies, waits_ahead=waits_ahead)):
         yield

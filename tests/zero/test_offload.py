@@ -71,6 +71,7 @@ CASES = (
         ),
         {**BOTH, "offload_optimizer_ratio": 0.3},
     ),
+    Case(Cell(dp=2, stage=3, precision="fp32"), OPTIMIZER),
     Case(Cell(pp=2, dp=2, stage=3, precision="fp16", accumulation=2, settings=SCALE), PARAMETERS),
     Case(Cell(stage=3, precision="fp32", settings={"recompute_granularity": "full"}), OPTIMIZER),
 )

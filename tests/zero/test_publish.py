@@ -3,14 +3,21 @@
 import pytest
 import torch
 from support.irregular_model import Options, batch, loss_of, make_engine
+from support.late_copies import late_copies
 from support.processes import run_ranks
 
 from megazero.optim.inner import StepInputs
 
+OFFLOADED = (("offload_optimizer", "cpu"),)
 
-def in_flight_after(rank: int, stage: int) -> dict[str, list[str]]:
-    """Return the units in flight after an update, after one unit's forward, and after a whole forward."""
-    model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
+
+def in_flight_after(rank: int, stage: int, zero: tuple[tuple[str, str], ...] = ()) -> dict[str, list[str]]:
+    """Return the units in flight after an update, after one unit's forward, and after a whole forward.
+
+    zero: further settings; copies are late.
+    """
+    with late_copies():
+        model, engine, _ = make_engine(rank, Options(stage=stage, dp=2, zero=zero))
     engine.begin_step()
     engine.backward(loss_of(model, *batch(rank)), is_last=True)
     engine.finish_reductions()
@@ -28,10 +35,11 @@ def in_flight_after(rank: int, stage: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [1, 2])
-def test_units_are_waited_for_just_before_their_use(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "zero"), [(1, ()), (2, ()), (1, OFFLOADED), (3, OFFLOADED)])
+def test_units_are_waited_for_just_before_their_use(stage: int, zero: tuple[tuple[str, str], ...]) -> None:
+    """What comes from host memory to partitions is waited for as what is gathered."""
     units = ["first", "last", "middle", "root", "unused"]
-    for seen in run_ranks(2, in_flight_after, stage):
+    for seen in run_ranks(2, in_flight_after, stage, zero):
         assert seen == {
             "update": units,
             "one unit": ["first", "middle", "root", "unused"],

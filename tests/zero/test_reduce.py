@@ -339,3 +339,21 @@ def test_a_step_forgets_the_gradients_of_the_last() -> None:
     once = run_ranks(2, train_engine, Options(stage=2, dp=2, steps=3, accumulation=2))
     resident = run_ranks(2, train_engine, Options(stage=1, dp=2, steps=3, accumulation=2))
     torch.testing.assert_close(full_state(once), full_state(resident), rtol=1e-12, atol=1e-14)
+
+
+def stored_in_backward(rank: int) -> tuple[int, int]:
+    """Return the bytes that have begun to leave for host memory when backward ends, and all that must."""
+    model, engine, _ = make_engine(rank, Options(stage=2, zero=(("offload_optimizer", "cpu"),)))
+    engine.begin_step()
+    engine.backward(loss_of(model, *batch(rank)), is_last=True)
+    stored = engine.mesh.meter.bytes_by_axis()["host"]["store"]
+    numel = sum(bucket.numel for bucket in engine.layout.trainable_buckets)
+    engine.finish_reductions()
+    engine.close()
+    return stored, 8 * numel
+
+
+@pytest.mark.gloo
+def test_the_buckets_of_one_rank_leave_for_host_memory_at_once() -> None:
+    ((stored, whole),) = run_ranks(1, stored_in_backward)
+    assert stored == whole > 0

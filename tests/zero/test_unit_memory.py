@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from support.late_copies import late_copies
 from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 
+from megazero.comm.local import LocalCommunicator
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.memory.homes import HostHome
 from megazero.parallel.param_spec import Unit, spec_of
 from megazero.zero.guard import PartitionedParameter, attach_handle
 from megazero.zero.layout import LayoutRules, Slot, build_layout
@@ -23,17 +26,21 @@ class Nobody:
 
 
 def make_memory(rank: int, *, autograd_retains_memory: bool = False) -> tuple[nn.Linear, UnitMemory, Shards]:
+    layer, shards = make_shards(ZeroConfig(zero_stage=3), rank, 2)
+    communicator = mesh_in_worker(rank, dp=2).gathering
+    return layer, UnitMemory(shards, communicator, autograd_retains_memory=autograd_retains_memory), shards
+
+
+def make_shards(zero: ZeroConfig, rank: int, partitions: int, host: HostHome | None = None) -> tuple[nn.Linear, Shards]:
     torch.manual_seed(2)
     layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     parameters = dict(layer.named_parameters())
     for name, parameter in parameters.items():
         attach_handle(parameter, name, Nobody())
-    plan = resolve(ZeroConfig(zero_stage=3), PrecisionConfig(precision="fp64"))
+    plan = resolve(zero, PrecisionConfig(precision="fp64"))
     placed = [Slot(spec_of(name, p), p.dtype, True, 0) for name, p in parameters.items()]
-    layout = build_layout([Unit("layer", tuple(parameters))], placed, LayoutRules(2, 1000))
-    shards = Shards(plan, layout, rank, parameters)
-    communicator = mesh_in_worker(rank, dp=2).gathering
-    return layer, UnitMemory(shards, communicator, autograd_retains_memory=autograd_retains_memory), shards
+    layout = build_layout([Unit("layer", tuple(parameters))], placed, LayoutRules(partitions, 1000))
+    return layer, Shards(plan, layout, rank, parameters, host=host)
 
 
 def states_on_rank(rank: int) -> None:
@@ -64,6 +71,24 @@ def states_on_rank(rank: int) -> None:
 @pytest.mark.gloo
 def test_states_of_a_unit() -> None:
     run_ranks(2, states_on_rank)
+
+
+def test_one_rank_waits_for_what_comes_from_host_memory() -> None:
+    """Its gather has nothing to do, and so its work ends before the copy has been made."""
+    torch.manual_seed(2)
+    expected = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    with late_copies(waits_ahead=False):
+        host = HostHome(torch.device("cpu"))
+    zero = ZeroConfig(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")
+    layer, shards = make_shards(zero, 0, 1, host)
+    memory = UnitMemory(shards, LocalCommunicator(), autograd_retains_memory=False)
+    (unit,) = partitioned_units(shards, dict(layer.named_parameters()))
+    memory.attach(unit)
+    memory.allocate(unit)
+    for bucket in unit.buckets:
+        memory.launch(unit, bucket)
+    memory.wait(unit, "a use")
+    assert torch.equal(shards.flat(unit.sections[0])[:25].view(WIDTH, WIDTH), expected.weight)
 
 
 def shared_on_rank(rank: int) -> None:
