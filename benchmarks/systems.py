@@ -8,6 +8,7 @@ Megatron-core, but with fp32 gradients, as in Megatron-LM; FSDP2 keeps fp32 shar
 (`MixedPrecisionPolicy`); plain, compiled and DistributedDataParallel's models keep fp32 and compute under autocast.
 """
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,7 @@ PLAIN = "plain"
 # Megatron-core without ZeRO, and in stage 1.
 MEGATRON = ("megatron-core", "megatron-core-1")
 # The systems of one process, and of several; megazero-K is ZeRO stage K, and so are library-K and deepspeed-K.
-# What ends in -cpu has optimizer states, and in stage 3 parameters too, in host memory.
+# What ends in -cpu has optimizer states, and in stage 3 parameters too, in host memory; in -nvme, in files.
 ALONE = ("eager", "compiled", "library", "megazero")
 TOGETHER = (
     "floor",
@@ -53,11 +54,12 @@ TOGETHER = (
     *MEGATRON,
     *(f"library-{stage}" for stage in range(4)),
     *(f"{system}-{stage}-cpu" for system in ("deepspeed", "library") for stage in (2, 3)),
+    *(f"{system}-{stage}-nvme" for system in ("deepspeed", "library") for stage in (2, 3)),
     *(f"megazero-{stage}" for stage in range(4)),
 )
 # The package that a system needs beside torch and megazero.
 PACKAGES: Mapping[str, str] = {
-    **{f"deepspeed-{stage}": "deepspeed" for stage in (*range(4), "2-cpu", "3-cpu")},
+    **{f"deepspeed-{stage}": "deepspeed" for stage in (*range(4), "2-cpu", "3-cpu", "2-nvme", "3-nvme")},
     **dict.fromkeys(MEGATRON, "megatron.core"),
 }
 # Attributes of DeepSpeed's optimizers with model states other than parameters and torch's optimizer; version 0.19.
@@ -197,10 +199,12 @@ def _loop_of(engine: Any, place: Place) -> Callable[[StepBatch], float]:
 def _library(kind: str, model: nn.Module, place: Place, work: Work) -> System:
     """Make megazero's engine for a training loop of the user's, with its defaults and torch's optimizer.
 
-    kind: the ZeRO stage, and "cpu" behind it for what lives in host memory.
+    kind: the ZeRO stage, and behind it "cpu" or "nvme" for what lives in host memory or in files.
     """
     stage, _, home = kind.partition("-")
     moved = {"offload_optimizer": home, "offload_param": home if stage == "3" else "none"} if home else {}
+    if home == "nvme":
+        moved["nvme_path"] = tempfile.gettempdir()
     config = {
         "train_micro_batch_size_per_gpu": work.micro_batch_size,
         "zero": {"zero_stage": int(stage), **moved},
@@ -289,9 +293,11 @@ def _deepspeed(kind: str, place: Place, work: Work) -> System:
     In bf16 without ZeRO the engine makes moments by an update with gradients of zero, which AdamW would count as its
     first, and scale all later ones accordingly; so the count is set back to 0.
 
-    kind: the ZeRO stage, and "cpu" behind it for what lives in host memory.
+    kind: the ZeRO stage, and behind it "cpu" or "nvme" for what lives in host memory or in files.
     """
     stage, home = int(kind[0]), {"device": kind[2:]}
+    if kind[2:] == "nvme":
+        home |= {"nvme_path": tempfile.mkdtemp(), "pipeline_read": True, "pipeline_write": True}
     moved = {"offload_optimizer": home, **({"offload_param": home} if stage == 3 else {})} if kind[2:] else {}
     deepspeed: Any = import_module("deepspeed")
     model = plain_gpt(work.model, SEED, place.device)

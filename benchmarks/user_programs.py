@@ -6,6 +6,7 @@ module are written to by the same code.
 """
 
 import random
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -297,9 +298,12 @@ STAGES_OF: Mapping[str, Sequence[int]] = MappingProxyType(
         **dict.fromkeys(("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"), (3,)),
         "enable_sanity_checks": (3,),
         **dict.fromkeys(("offload_optimizer", "offload_optimizer_ratio"), (1, 2, 3)),
-        "offload_param": (3,),
+        **dict.fromkeys(("offload_optimizer_nvme_ratio", "nvme_path", "offload_buffer_count"), (1, 2, 3)),
+        **dict.fromkeys(("offload_param", "offload_param_buffer_count"), (3,)),
     }
 )
+# Files with as few buffers as may be.
+_FILES: Mapping[str, Any] = MappingProxyType({"nvme_path": tempfile.gettempdir(), "offload_buffer_count": 3})
 # Where optimizer states and parameters have their home, as far as the stage allows.
 HOMES: Sequence[Mapping[str, Any]] = (
     {},
@@ -307,6 +311,10 @@ HOMES: Sequence[Mapping[str, Any]] = (
     {"offload_param": "cpu"},
     {"offload_optimizer": "cpu", "offload_param": "cpu"},
     {"offload_optimizer": "cpu", "offload_optimizer_ratio": 0.5},
+    {"offload_optimizer": "nvme", **_FILES},
+    {"offload_optimizer": "nvme", "offload_param": "cpu", **_FILES},
+    {"offload_optimizer": "nvme", "offload_param": "nvme", "offload_param_buffer_count": 1, **_FILES},
+    {"offload_optimizer": "nvme", "offload_optimizer_ratio": 0.7, "offload_optimizer_nvme_ratio": 0.5, **_FILES},
 )
 
 

@@ -19,8 +19,9 @@ import difflib
 import errno
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
@@ -44,7 +45,7 @@ from megazero.checkpoint.manifest import (
     tensor_layout_problems,
 )
 from megazero.checkpoint.runs import MAX_MANIFEST_BYTES
-from megazero.checkpoint.slices import format_box, fragment_pieces, index_within, intersect, piece_view
+from megazero.checkpoint.slices import BoxPiece, format_box, fragment_pieces, index_within, intersect, piece_view
 from megazero.config.yaml_file import MAX_BYTES as MAX_CONFIG_BYTES
 from megazero.errors import CheckpointError, DamageError, Problem, raise_problems
 from megazero.files import open_regular, read_bounded
@@ -84,10 +85,10 @@ class _StoredBox(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A region to be filled, and the view, of the region's shape, that its values are copied to."""
+    """A region to be filled, and what returns the view, of the region's shape, that its values are copied to."""
 
     box: Box
-    view: Tensor
+    view: Callable[[], Tensor]
 
 
 def open_checkpoint(path: str | Path, *, step: int | None = None) -> "Checkpoint":
@@ -190,9 +191,9 @@ class Checkpoint:
         self.check(wanted)
         targets: dict[TensorKey, list[_Target]] = defaultdict(list)
         for fragment in wanted:
-            state = fragment.tensor.detach()
             for piece in fragment_pieces(fragment.spec, fragment.start, fragment.stop):
-                targets[fragment.spec.name, fragment.kind].append(_Target(piece.box, piece_view(state, piece)))
+                target = _Target(piece.box, partial(_view_of, fragment, piece))
+                targets[fragment.spec.name, fragment.kind].append(target)
         self._copy(targets)
 
     def read(self, name: str, box: Box, *, kind: StateKind = "weight") -> Tensor:
@@ -202,7 +203,7 @@ class Checkpoint:
         entry = self._tensors[name, kind]
         assert intersect(box, Box((0,) * len(entry.shape), entry.shape)) == box or box.numel == 0, f"{name}: {box}"
         out = torch.empty(box.lengths, dtype=DTYPES[entry.dtype])
-        targets = {(name, kind): [_Target(box, out)]} if box.numel else {}
+        targets = {(name, kind): [_Target(box, lambda: out)]} if box.numel else {}
         self._copy(targets)
         return out
 
@@ -303,7 +304,7 @@ class Checkpoint:
             return
         values = raw.view(DTYPES[self._tensors[entry.parameter, entry.kind].dtype]).view(entry.lengths)
         for target in overlaps:
-            target.view.copy_(values[index_within(entry.box, target.box)])
+            target.view().copy_(values[index_within(entry.box, target.box)])
 
     def _header_problems(self, stream: BufferedReader, file: FileEntry) -> Iterator[Problem]:
         stream.seek(0)
@@ -350,7 +351,15 @@ def _overlaps(saved: Box, targets: Iterable[_Target]) -> Iterator[_Target]:
     for target in targets:
         shared = intersect(saved, target.box)
         if shared is not None:
-            yield _Target(shared, target.view[index_within(target.box, shared)])
+            yield _Target(shared, partial(_part_of, target, shared))
+
+
+def _view_of(fragment: StateFragment, piece: BoxPiece) -> Tensor:
+    return piece_view(fragment.tensor.detach(), piece)
+
+
+def _part_of(target: _Target, box: Box) -> Tensor:
+    return target.view()[index_within(target.box, box)]
 
 
 def _digest(raw: Tensor) -> str:

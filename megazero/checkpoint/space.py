@@ -27,9 +27,8 @@ def saved_bytes(fragments: Iterable[StateFragment], kinds: Sequence[StateKind]) 
     sizes: dict[StateKind, int] = {"weight": 0}
     total = _BYTES_PER_RANK
     for fragment in fragments:
-        nbytes = fragment.tensor.numel() * fragment.tensor.element_size()
-        sizes[fragment.kind] = sizes.get(fragment.kind, 0) + nbytes
-        total += nbytes + _BYTES_PER_FRAGMENT
+        sizes[fragment.kind] = sizes.get(fragment.kind, 0) + fragment.nbytes
+        total += fragment.nbytes + _BYTES_PER_FRAGMENT
     return total + sizes["weight"] * sum(kind not in sizes for kind in kinds)
 
 

@@ -124,11 +124,23 @@ class Saving(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A box about to be written; `view` has the shape of the box and shares the state's memory."""
+    """A box of a fragment that is about to be written."""
 
     tensor: TensorEntry
     piece: BoxPiece
-    view: Tensor
+    fragment: StateFragment
+
+    @property
+    def view(self) -> Tensor:
+        """The elements, in the shape of the box; they share the state's memory."""
+        state = self.fragment.tensor.detach()
+        length = self.fragment.stop - self.fragment.start
+        assert state.shape == (length,), f"{self.fragment.spec.name}: {state.shape} is not its range"
+        return piece_view(state, self.piece)
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.box.numel * self.fragment.dtype.itemsize
 
     @property
     def key(self) -> str:
@@ -150,7 +162,7 @@ def write_part(saving: Saving, rank: int, fragments: Iterable[StateFragment], *,
     fragments = list(fragments)
     items = [item for fragment in fragments for item in _items(fragment, box_bytes)]
     # Wide elements first, so that every tensor is aligned to its element size, as safetensors requires.
-    items.sort(key=lambda item: -item.view.element_size())
+    items.sort(key=lambda item: -item.fragment.dtype.itemsize)
     path = Path(saving.folder) / part_name(rank)
     file = _write_file(path, items)
     tensors = {(entry.parameter, entry.kind): entry for entry in map(_tensor_entry, fragments)}
@@ -165,16 +177,14 @@ def _part_path(path: Path) -> Path:
 
 def _tensor_entry(fragment: StateFragment) -> TensorEntry:
     spec = fragment.spec
-    return TensorEntry(spec.name, fragment.kind, tuple(spec.full_shape), dtype_name(fragment.tensor.dtype))
+    return TensorEntry(spec.name, fragment.kind, tuple(spec.full_shape), dtype_name(fragment.dtype))
 
 
 def _items(fragment: StateFragment, box_bytes: int) -> Iterable[_Item]:
-    state = fragment.tensor.detach()
-    assert state.shape == (fragment.stop - fragment.start,), f"{fragment.spec.name}: {state.shape} is not its range"
     entry = _tensor_entry(fragment)
-    limit = max(1, box_bytes // state.element_size())
+    limit = max(1, box_bytes // fragment.dtype.itemsize)
     for piece in fragment_pieces(fragment.spec, fragment.start, fragment.stop, limit):
-        yield _Item(entry, piece, piece_view(state, piece))
+        yield _Item(entry, piece, fragment)
 
 
 def _write_file(path: Path, items: list[_Item]) -> FileEntry:
@@ -210,7 +220,7 @@ def _safetensors_header(items: list[_Item]) -> bytes:
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for item in items:
-        end = position + item.view.numel() * item.view.element_size()
+        end = position + item.nbytes
         lengths = list(item.piece.box.lengths)
         table[item.key] = {"dtype": item.tensor.dtype, "shape": lengths, "data_offsets": [position, end]}
         position = end

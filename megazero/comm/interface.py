@@ -11,9 +11,12 @@ from torch import Tensor
 
 ReduceKind = Literal["sum", "max", "min"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scalars", "send"]
-# Copies from the device to host memory and back, which a meter counts beside collectives, on an axis of its own.
+# Copies from the device to host memory and back, which a meter counts beside collectives, on an axis of its own, and
+# what is written to files of states and read from them, on another.
 HostTransfer = Literal["store", "load"]
 HOST = "host"
+FileTransfer = Literal["write", "read"]
+FILE = "file"
 
 
 class Work(Protocol):

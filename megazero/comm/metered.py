@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megazero.comm.flight_record import Begun, FlightRecord
-from megazero.comm.interface import Collective, Communicator, HostTransfer, ReduceKind, Work
+from megazero.comm.interface import Collective, Communicator, FileTransfer, HostTransfer, ReduceKind, Work
 
 
 @dataclass
@@ -39,14 +39,14 @@ class Meter:
     def __init__(self) -> None:
         self.waited_seconds = 0.0
         self.flight = FlightRecord()
-        self._counts: defaultdict[tuple[str, Collective | HostTransfer], Count] = defaultdict(Count)
+        self._counts: defaultdict[tuple[str, Collective | HostTransfer | FileTransfer], Count] = defaultdict(Count)
 
-    def record(self, axis: str, collective: Collective | HostTransfer, nbytes: int) -> None:
+    def record(self, axis: str, collective: Collective | HostTransfer | FileTransfer, nbytes: int) -> None:
         count = self._counts[axis, collective]
         count.calls += 1
         count.nbytes += nbytes
 
-    def count(self, axis: str, collective: Collective | HostTransfer) -> Count:
+    def count(self, axis: str, collective: Collective | HostTransfer | FileTransfer) -> Count:
         """Return calls and bytes so far; zeros when there were none."""
         return self._counts.get((axis, collective), Count())
 

@@ -133,10 +133,11 @@ class ZeroConfig:
         " for the device and for the slowest process each time), and refuse changes in GatheredParameters without a"
         " modifier_rank (a copy of the parameters)",
     )
-    offload_optimizer: Literal["none", "cpu"] = setting(
+    offload_optimizer: Literal["none", "cpu", "nvme"] = setting(
         "none",
         help="stages 1 to 3: home of master weights, moments and reduced gradients; cpu: host memory, where the host's"
-        " processors update them",
+        " processors update them; nvme: files under nvme_path, from where master weights and moments come to host"
+        " memory for their update, a sub-group at a time, while reduced gradients stay in host memory",
     )
     offload_optimizer_ratio: float = setting(
         1.0,
@@ -146,10 +147,60 @@ class ZeroConfig:
         ge=0,
         le=1,
     )
-    offload_param: Literal["none", "cpu"] = setting(
+    offload_optimizer_nvme_ratio: float = setting(
+        1.0,
+        help="the part of what offload_optimizer nvme moves that lives in files; the rest lives in host memory, bucket"
+        " by bucket",
+        gt=0,
+        le=1,
+    )
+    nvme_path: Path | None = setting(
+        None,
+        help="the folder, best on a local disk, in which each process makes its files of what offload_optimizer nvme"
+        " and offload_param nvme move; they have no names there, and their space is free again when the process ends",
+    )
+    offload_buffer_count: int = setting(
+        0,
+        help="the buffers of host memory through which states in files pass, each as large as one kind of state of a"
+        " sub-group; 0: as many as one sub-group needs, and as many again for each of offload_pipeline_read and"
+        " offload_pipeline_write",
+        unit="buffers",
+        ge=0,
+    )
+    offload_pipeline_read: bool = setting(True, help="read the next sub-group's states from files while one is updated")
+    offload_pipeline_write: bool = setting(
+        True, help="write an updated sub-group's states to files while the next is updated"
+    )
+    aio_block_size: int = setting(
+        1 << 20,
+        help="files of states are read and written in blocks of this size, each with a checksum",
+        unit="bytes",
+        ge=4096,
+        le=1 << 30,
+    )
+    aio_queue_depth: int = setting(
+        8,
+        help="the blocks of files that a process reads and writes at the same time",
+        unit="blocks",
+        ge=1,
+        le=1024,
+    )
+    offload_param: Literal["none", "cpu", "nvme"] = setting(
         "none",
         help="stage 3: home of partitioned parameters; cpu: host memory, from where a partition travels to the device"
-        " ahead of its gather",
+        " ahead of its gather; nvme: files under nvme_path, from where it comes to host memory before",
+    )
+    offload_param_buffer_count: int = setting(
+        5,
+        help="the buffers of host memory through which partitions in files pass, each as large as that of a bucket",
+        unit="buffers",
+        ge=1,
+    )
+    offload_param_max_in_cpu: int = setting(
+        0,
+        help="the elements of partitions that stay in host memory on a process with offload_param nvme, whole units",
+        unit="elements",
+        ge=0,
     )
     offload_pin_memory: bool = setting(
         True,

@@ -6,7 +6,6 @@ parameter's partition travels to the device ahead of its gather (ZeRO-Infinity, 
 crosses between a home and the device goes through `store`, `load` and `bring`.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
@@ -16,11 +15,8 @@ from torch import Tensor
 from megazero.memory.copies import ARRIVED, Arrival, copy_stream
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.host import host_bytes
-from megazero.memory.lease import Lease, Scratch
+from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
-
-# Narrowed weights on their way to the device: one is being filled while another one travels.
-_MAX_TRAVELLING = 2
 
 
 class StateHome(Protocol):
@@ -76,9 +72,11 @@ class DeviceHome:
         return source, ARRIVED
 
 
-class _Travelling(NamedTuple):
+class _Narrowed(NamedTuple):
+    """Weights narrowed to the working parameters' format, and the end of their last copy to the device."""
+
+    values: Tensor
     arrival: Arrival
-    lease: Lease
 
 
 class HostHome:
@@ -104,7 +102,7 @@ class HostHome:
         self._ledger = ledger or NullLedger()
         self._away, self._back = copy_stream(device), copy_stream(device)
         self._pool = FusedBuffers(0, self.device, allocate=self._bytes)
-        self._narrowed: deque[_Travelling] = deque()
+        self._narrowed: dict[tuple[int, int], _Narrowed] = {}  # by address and elements of what is narrowed
         self._record = record
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -127,13 +125,16 @@ class HostHome:
         self._record("load", target.nbytes)
         if target.dtype == source.dtype or self._converts_while_copying:
             return self._back.copy(target, source)
-        while len(self._narrowed) >= _MAX_TRAVELLING:
-            oldest = self._narrowed.popleft()
-            oldest.arrival.finish()
-            oldest.lease.release()
-        lease = self._pool.lease(target.numel(), target.dtype)
-        arrival = self._back.copy(target, lease.tensor.copy_(source))
-        self._narrowed.append(_Travelling(arrival, lease))
+        # All that an update narrows may travel at once: the host would wait for memory otherwise, over a slow link.
+        key = (source.data_ptr(), source.numel())
+        before = self._narrowed.get(key)
+        if before is None:
+            values = self.zeros(target.numel(), target.dtype)
+        else:
+            values = before.values
+            before.arrival.finish()
+        arrival = self._back.copy(target, values.copy_(source))
+        self._narrowed[key] = _Narrowed(values, arrival)
         return arrival
 
     def bring(self, source: Tensor, into: Tensor) -> tuple[Tensor, Arrival]:

@@ -75,6 +75,10 @@ class InnerOptimizer(Protocol):
         """The names of the flat tensors that the engine's shards have for it, each of the master weights' shape."""
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of all state with one value per element that some parameter has from its first step on."""
+
+    @property
     def skips_on_host(self) -> bool:
         """True if the caller must not call `update` for a skipped step; else `found_inf` skips it on the device."""
 
@@ -86,19 +90,26 @@ class InnerOptimizer(Protocol):
         """Return the group of a parameter; parameters of one group have the same options and are contiguous."""
 
     def bind(self, runs: Sequence[Run]) -> None:
-        """Set the runs that `update` takes; called once."""
+        """Set the runs that `update` takes; called once, for an optimizer that keeps its state itself."""
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         """Update one run in place; step: the number of this step, from 1, a float32 scalar.
 
+        A run with moments that the optimizer would keep itself has the state in their memory.
         inputs: those `for_masters`.
         """
 
     def divide(self, index: int, parts: Sequence[Run]) -> None:
-        """Put adjacent parts of a run, which are updated one by one from here on, in the run's place."""
+        """Put adjacent parts of a run, which are updated one by one from here on, in the run's place.
+
+        Called for an optimizer that keeps its state itself.
+        """
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
-        """Return the state of a run with one value per element, by name; empty before the first step."""
+        """Return the state of a run with one value per element, by name; empty before the first step.
+
+        The tensors of state in the memory of moments have no elements.
+        """
 
     def numbers(self, index: int) -> Mapping[str, float] | None:
         """Return the numbers of a run's state; None if it has no state (yet)."""
@@ -128,7 +139,7 @@ class FusedAdamW:
     where the update is given no rate.
     """
 
-    moments = ("exp_avg", "exp_avg_sq")
+    moments = kinds = ("exp_avg", "exp_avg_sq")
     skips_on_host = False
 
     def __init__(self, settings: AdamWSettings, decoupled: frozenset[str] = frozenset()) -> None:
@@ -213,6 +224,11 @@ class Elementwise:
         self._positions: dict[int, int] = {}
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        groups = range(len(self.optimizer.template.param_groups))
+        return tuple(dict.fromkeys(name for group in groups for name in self.optimizer.state_names(group)))
+
+    @property
     def options(self) -> list[dict[str, Any]]:
         return self.optimizer.template.param_groups
 
@@ -238,9 +254,14 @@ class Elementwise:
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         if index not in self._positions:
             return
+        position = self._positions[index]
         lease = buffers.lease(run.master.numel(), run.master.dtype)
         gradient = _scaled(run.gradient, inputs.factor, lease.tensor)
-        self.optimizer.step_run(self._positions[index], gradient, lr=inputs.lr)
+        if run.moments:
+            self.optimizer.attach(position, run.master, run.moments)
+        self.optimizer.step_run(position, gradient, lr=inputs.lr)
+        if run.moments:
+            self.optimizer.detach(position, run.moments)
         lease.release()
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:

@@ -111,6 +111,17 @@ class TorchOptimizer:
         # torch's schedulers warn when they step before the optimizer they were made for.
         vars(self.template)["_opt_called"] = True
 
+    def attach(self, index: int, master: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Let run `index` have its elements, and its state's tensors once it has a state, in memory that has come.
+
+        state: by name, for all of the optimizer's groups.
+        """
+        self._pieces[index].attach(master, state)
+
+    def detach(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Leave the memory of `attach`, with the run's state in it; the run's tensors have no elements then."""
+        self._pieces[index].detach(state)
+
     def state_of(self, index: int) -> RunState:
         """Return the state of a run; its tensors are the optimizer's own."""
         return self._pieces[index].state()
@@ -259,6 +270,22 @@ class _Piece:
         self._optimizer.step()
         self._parameter.grad = None
         self._has_state = True
+
+    def attach(self, master: Tensor, state: Mapping[str, Tensor]) -> None:
+        self._parameter.data = master
+        if self._has_state:
+            self._optimizer.state[self._parameter].update({name: state[name] for name in self._entries.tensors})
+        else:
+            self._start()  # some optimizers make their state at once, of the parameter's shape
+
+    def detach(self, state: Mapping[str, Tensor]) -> None:
+        own = self._optimizer.state[self._parameter]
+        for name in self._entries.tensors if self._has_state else ():
+            assert own[name].dtype == state[name].dtype, "state in files has the master weights' format"
+            if own[name] is not state[name]:  # the optimizer has made it anew
+                state[name].copy_(own[name])
+            own[name] = own[name].new_empty(0)
+        self._parameter.data = self.values.new_empty(0)
 
     def entries(self) -> dict[str, Any]:
         """Return the parameter's state, and as "group.X" the param group's entries that the optimizer has changed."""

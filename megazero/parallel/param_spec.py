@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megazero.parallel.topology import ENDS
@@ -124,18 +125,43 @@ class Unit(NamedTuple):
     is_leaf: bool = False
 
 
+class StateElsewhere(Protocol):
+    """Elements of state that are not in memory, one-dimensional, until they are asked for."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of the elements."""
+
+    def view(self) -> Tensor:
+        """Return the elements, which stay in memory as long as they are referred to; writing writes the state."""
+
+
 class StateFragment(NamedTuple):
     """A contiguous run of one parameter's state on this rank.
 
-    tensor is one-dimensional and holds the elements [start, stop) of the row-major flattened local tensor
-    (`spec.local_shape`); writing to it writes the state.
+    It has the elements [start, stop) of the row-major flattened local tensor (`spec.local_shape`).
     """
 
     spec: ParamSpec
     kind: StateKind
     start: int
     stop: int
-    tensor: Tensor
+    source: Tensor | StateElsewhere
+
+    @property
+    def tensor(self) -> Tensor:
+        """The elements, one-dimensional; writing to them writes the state."""
+        return self.source if isinstance(self.source, Tensor) else self.source.view()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of the elements."""
+        return self.source.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the elements."""
+        return (self.stop - self.start) * self.dtype.itemsize
 
 
 def attach_spec(parameter: nn.Parameter, spec: ParamSpec) -> nn.Parameter:

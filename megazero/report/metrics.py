@@ -76,7 +76,7 @@ class RankMetrics:
     """The bytes that one rank held and sent in a step.
 
     model_state_bytes: {"parameters" | "gradients" | "master" | "moments": bytes} on the device.
-    host_state_bytes: the same in host memory.
+    host_state_bytes, file_state_bytes: the same in host memory, and in files.
     comm_bytes: {axis: {collective: bytes}}.  ledger: `StepLedger.to_json`, empty without a ledger.
     data_wait_seconds: the time that this rank waited for its batch.
     device_memory_bytes: `StepMemory.device_bytes`, empty on a CPU.
@@ -89,6 +89,7 @@ class RankMetrics:
     data_wait_seconds: float = 0.0
     device_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     host_state_bytes: Mapping[str, int] = field(default_factory=dict)
+    file_state_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,8 @@ def _rank_record(rank: int, figures: RankMetrics) -> dict[str, Any]:
     }
     if any(figures.host_state_bytes.values()):
         record["host_state_bytes"] = dict(figures.host_state_bytes)
+    if any(figures.file_state_bytes.values()):
+        record["file_state_bytes"] = dict(figures.file_state_bytes)
     if figures.device_memory_bytes:
         record["device_memory_bytes"] = dict(figures.device_memory_bytes)
     return record | {"ledger": dict(figures.ledger)} if figures.ledger else record

@@ -1,7 +1,8 @@
-"""The price of states that live in host memory, estimated before the first step: which of three binds a step.
+"""The price of states that live in host memory or in files, estimated before the first step: what binds a step.
 
-Copies run beside the computation, and the host updates after it: a step takes at least the longer of the two.  The
-rates of copies, of the host's update and of matrix products are measured on this machine, in some milliseconds each.
+Copies and files run beside the computation, and the host updates after it: a step takes at least the longest of the
+three.  The rates of copies, of files, of the host's update and of matrix products are measured on this machine, in some
+milliseconds each.
 """
 
 import statistics
@@ -16,12 +17,13 @@ from torch import Tensor
 from megazero.memory.host import host_bandwidth
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine
-from megazero.zero.plan import Home, HostTraffic, host_traffic
+from megazero.zero.plan import NO_FILES, FileTraffic, Home, HostTraffic, file_traffic, host_traffic
 
 # Beyond this many times the step without offloading, the price is a warning.
 _DEAR = 3.0
 _REPETITIONS = 3
 _COPIED_BYTES = 32 << 20
+_WRITTEN_BYTES = 64 << 20
 _UPDATED_NUMEL = 1 << 20
 _PRODUCT_SIZE = MappingProxyType({"cpu": 512, "cuda": 4096})
 
@@ -29,8 +31,9 @@ _PRODUCT_SIZE = MappingProxyType({"cpu": 512, "cuda": 4096})
 class OffloadPrice(NamedTuple):
     """The cost of offloading for one rank's step.
 
-    traffic: bytes copied.  updated: elements whose home is host memory.  The seconds are those of copies, of the host's
+    traffic: bytes copied.  updated: elements that the host updates.  The seconds are those of copies, of the host's
     update, and of the model's computation, each by itself; None where a model's operations are not known.
+    files: bytes written and read.
     """
 
     traffic: HostTraffic
@@ -38,16 +41,20 @@ class OffloadPrice(NamedTuple):
     copy_seconds: float
     update_seconds: float
     compute_seconds: float | None
+    files: FileTraffic = NO_FILES
+    file_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> float:
         """The least time of a step."""
-        return max(self.copy_seconds, (self.compute_seconds or 0.0) + self.update_seconds)
+        return max(self.copy_seconds, self.file_seconds, (self.compute_seconds or 0.0) + self.update_seconds)
 
     @property
     def binding(self) -> str:
         """The name of what the step waits for most."""
         compute = self.compute_seconds or 0.0
+        if self.file_seconds > max(self.copy_seconds, compute + self.update_seconds):
+            return "the disk"
         if self.copy_seconds > compute + self.update_seconds:
             return "the link to host memory"
         return "the host's update" if self.update_seconds > compute else "the computation"
@@ -56,10 +63,14 @@ class OffloadPrice(NamedTuple):
         """Return what is printed before the first step: the cost, and a warning beyond three times the computation."""
         compute = self.compute_seconds
         beside = "the computation beside" if compute is None else f"computation, {_ms(compute)}"
+        files = ""
+        if any(self.files):
+            written, read = map(format_bytes, self.files)
+            files = f" {written} written to files and {read} read, {_ms(self.file_seconds)};"
         line = (
             f"offloading, a step of this rank: {format_bytes(self.traffic.stored)} to host memory and"
-            f" {format_bytes(self.traffic.loaded)} back, {_ms(self.copy_seconds)}; {self.updated:,} elements updated by"
-            f" the host, {_ms(self.update_seconds)}; {beside} | at least {_ms(self.step_seconds)} a step:"
+            f" {format_bytes(self.traffic.loaded)} back, {_ms(self.copy_seconds)};{files} {self.updated:,} elements"
+            f" updated by the host, {_ms(self.update_seconds)}; {beside} | at least {_ms(self.step_seconds)} a step:"
             f" {self.binding} binds"
         )
         if compute is None or self.step_seconds <= _DEAR * compute:
@@ -70,7 +81,7 @@ class OffloadPrice(NamedTuple):
 
 
 def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None = None) -> list[str]:
-    """Return lines on the price of what lives in host memory; none where nothing does.
+    """Return lines on the price of what lives in host memory or in files; none where nothing does.
 
     num_micro_batches: of a step.  flops: the floating-point operations of this rank's step; None: not known.
     """
@@ -79,8 +90,12 @@ def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None
     traffic = host_traffic(plan, numel, partitions, num_micro_batches)
     if not any(traffic):
         return []
-    updated = round(numel // partitions * plan.share_at(Home.HOST))
+    updated = round(numel // partitions * plan.gradient_share_at(Home.HOST))
     price = estimate_price(traffic, updated=updated, flops=flops, dtype=plan.parameter.dtype, device=mesh.device)
+    files = file_traffic(plan, numel, partitions, num_micro_batches)
+    if any(files):
+        sample = min(sum(files), _WRITTEN_BYTES)
+        price = price._replace(files=files, file_seconds=sum(files) / engine.measure_files(sample))
     return price.lines()
 
 

@@ -268,6 +268,9 @@ def _memory_scalars(ranks: Sequence[RankMetrics]) -> dict[str, float]:
     away = max(sum(rank.host_state_bytes.values()) for rank in ranks)
     if away:
         scalars["memory/states-in-host-memory"] = away
+    in_files = max(sum(rank.file_state_bytes.values()) for rank in ranks)
+    if in_files:
+        scalars["memory/states-in-files"] = in_files
     return scalars | {"memory/process-peak": max(rank.peak_memory_bytes for rank in ranks)}
 
 

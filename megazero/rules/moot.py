@@ -189,6 +189,26 @@ SHARED: tuple[Row[SharedSections], ...] = (
         lambda s: "" if s.zero.offload_optimizer_ratio else "offload_optimizer_ratio 0 keeps all of it on the device",
     ),
     Row(
+        (
+            "offload_optimizer_nvme_ratio",
+            "offload_buffer_count",
+            "offload_pipeline_read",
+            "offload_pipeline_write",
+        ),
+        lambda s: "" if s.zero.offload_optimizer == "nvme" else "no optimizer states are in files",
+        {"offload_optimizer": "nvme"},
+    ),
+    Row(
+        ("offload_param_buffer_count", "offload_param_max_in_cpu"),
+        lambda s: "" if s.zero.offload_param == "nvme" else "no parameters are in files",
+        {"offload_param": "nvme"},
+    ),
+    Row(
+        ("nvme_path", "aio_block_size", "aio_queue_depth"),
+        lambda s: "" if "nvme" in (s.zero.offload_optimizer, s.zero.offload_param) else "nothing is in files",
+        {"offload_optimizer": "nvme"},
+    ),
+    Row(
         ("offload_pin_memory",),
         lambda s: "nothing is offloaded" if {s.zero.offload_optimizer, s.zero.offload_param} == {"none"} else "",
         {"offload_optimizer": "cpu"},

@@ -4,10 +4,16 @@ A rule takes the two sections and a `Spell`, which returns the user's name of a 
 line, "fp16.loss_scale" in a DeepSpeed configuration.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.errors import Problem
+from megazero.operating_system import ALIGNMENT
+
+# Master weights and two moments.
+NUM_ADAM_STATES = 3
 
 Spell = Callable[[str], str]
 StateRule = Callable[[ZeroConfig, PrecisionConfig, Spell], Iterable[Problem]]
@@ -35,16 +41,44 @@ def gradients_are_divided_once(zero: ZeroConfig, precision: PrecisionConfig, spe
 
 def what_is_offloaded_is_partitioned(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
     for setting, least, rule in (
-        ("offload_optimizer", 1, "optimizer states have their home in host memory in ZeRO stages 1 to 3, partitioned"),
-        ("offload_param", 3, "parameters have their home in host memory in ZeRO stage 3, where they are partitioned"),
+        ("offload_optimizer", 1, "optimizer states leave the device in ZeRO stages 1 to 3, where they are partitioned"),
+        ("offload_param", 3, "parameters leave the device in ZeRO stage 3, where they are partitioned"),
     ):
         if getattr(zero, setting) != "none" and zero.zero_stage < least:
             given = f"{spell(setting)} {getattr(zero, setting)} with {spell('zero_stage')} {zero.zero_stage}"
             yield Problem(given, rule, f"{spell('zero_stage')} {least}, or {spell(setting)} none")
 
 
+def states_in_files_have_a_folder(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    in_files = [setting for setting in ("offload_optimizer", "offload_param") if getattr(zero, setting) == "nvme"]
+    if not in_files:
+        return
+    if zero.nvme_path is None:
+        given = f"{spell(in_files[0])} nvme without {spell('nvme_path')}"
+        yield Problem(given, "files of states need a folder", f"{spell('nvme_path')} FOLDER, on a fast local disk")
+    elif problem := _problem_of_folder(zero.nvme_path):
+        yield Problem(f"{spell('nvme_path')} {zero.nvme_path}", problem, "a folder that exists, or may be made")
+    if 0 < zero.offload_buffer_count < NUM_ADAM_STATES:
+        given = f"{spell('offload_buffer_count')} {zero.offload_buffer_count}"
+        rule = f"Adam has {NUM_ADAM_STATES} kinds of state in files, which are in memory together for an update"
+        legal = f"{spell('offload_buffer_count')} {NUM_ADAM_STATES} or more, or 0 for as many as are of use"
+        yield Problem(given, rule, legal)
+    if zero.aio_block_size % ALIGNMENT:
+        given = f"{spell('aio_block_size')} {zero.aio_block_size}"
+        nearest = max(round(zero.aio_block_size / ALIGNMENT), 1) * ALIGNMENT
+        rule = f"files of states are read and written in multiples of {ALIGNMENT} bytes"
+        yield Problem(given, rule, f"{spell('aio_block_size')} {nearest}")
+
+
+def _problem_of_folder(path: Path) -> str:
+    """Return the rule that a folder for files breaks; "" for one that is a folder, or may be made."""
+    existing = next(part for part in (path.absolute(), *path.absolute().parents) if os.path.lexists(part))
+    return "" if existing.is_dir() else f"a folder is made of folders; {existing} is none"
+
+
 STATE_RULES: tuple[StateRule, ...] = (
     what_is_offloaded_is_partitioned,
+    states_in_files_have_a_folder,
     loss_scales_are_ordered,
     gradients_are_divided_once,
 )

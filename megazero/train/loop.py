@@ -346,6 +346,7 @@ class _Loop:
             peak_memory_bytes=pending.memory.peak_bytes,
             model_state_bytes=asdict(self._context.engine.model_state_bytes()),
             host_state_bytes=asdict(self._context.engine.model_state_bytes(Home.HOST)),
+            file_state_bytes=asdict(self._context.engine.model_state_bytes(Home.FILE)),
             comm_bytes=pending.comm_bytes,
             ledger=pending.ledger,
             data_wait_seconds=pending.data_wait_seconds,
@@ -467,7 +468,9 @@ class _Loop:
     def _announce(self) -> None:
         mesh, layout = self._context.mesh, self._context.engine.layout
         states = self._context.engine.model_state_bytes()
-        away = self._context.engine.model_state_bytes(Home.HOST).total
+        engine = self._context.engine
+        away = engine.model_state_bytes(Home.HOST).total
+        in_files = engine.model_state_bytes(Home.FILE).total
         numel = layout.used_numel(trainable=True) + layout.used_numel(trainable=False)
         self._run.reporting.console.line(
             f"{mesh.topology.describe()} on {mesh.device.type} | parameters on this rank: {format_count(numel)} | "
@@ -475,7 +478,13 @@ class _Loop:
             f"gradients {format_bytes(states.gradients)}, master {format_bytes(states.master)}, "
             f"moments {format_bytes(states.moments)})"
             f"{f', and in host memory: {format_bytes(away)}' if away else ''}"
+            f"{f', and in files: {format_bytes(in_files)}' if in_files else ''}"
         )
+        if not engine.files_are_direct:
+            self._run.reporting.console.line(
+                "notice: the file system of --nvme-path has no direct access to its disk: states in files pass through"
+                " the system's cache, which takes host memory"
+            )
         for line in self._run.reporting.opening:
             self._run.reporting.console.line(line)
         if self._state.iteration:

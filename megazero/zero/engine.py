@@ -7,18 +7,20 @@ nowhere but in the plan.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megazero.comm.interface import HOST, Communicator
+from megazero.comm.interface import FILE, HOST, Communicator
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import UNLIMITED, ZeroConfig
 from megazero.errors import Problem, UsageError, raise_problems
 from megazero.memory.address_book import ArenaStatistics
+from megazero.memory.block_file import AlignedMemory, BlockIO
+from megazero.memory.file_states import FileStates, file_bandwidth
 from megazero.memory.homes import HostHome
 from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
@@ -176,6 +178,8 @@ class Engine:
             record=partial(mesh.meter.record, HOST),
         )
         self._offloaded = OffloadedStates(self._host, settings.ledger)
+        self._files = self._make_files()
+        self._parameter_files = self._make_parameter_files()
         self._shards = Shards(
             plan,
             self.layout,
@@ -183,9 +187,13 @@ class Engine:
             self._parameters,
             first_value=settings.first_value,
             moments=settings.optimizer.moments,
+            kinds_in_files=self._kinds_in_files,
             ledger=settings.ledger,
             gradients_in_arena=zero.contiguous_gradients,
             host=self._host,
+            files=self._files,
+            parameter_files=self._parameter_files,
+            sub_group_numel=zero.sub_group_size or UNLIMITED,
             check_back=self._offloaded.check_back,
         )
         self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero, timers=settings.timers)
@@ -214,7 +222,7 @@ class Engine:
             self._shards,
             self._publisher,
             settings.optimizer,
-            sub_group_numel=zero.sub_group_size or UNLIMITED,
+            reads_ahead=zero.offload_pipeline_read,
             counted_at=self._coordinates,
             names=settings.parameter_names,
             timers=settings.timers,
@@ -493,8 +501,23 @@ class Engine:
 
     def model_state_bytes(self, home: Home = Home.DEVICE) -> ModelStateBytes:
         """Return the bytes of model states that this rank has allocated at a home."""
-        on_device = home is Home.DEVICE
-        return self._shards.model_state_bytes(home, optimizer_bytes=self._update.optimizer_bytes(on_device=on_device))
+        # An optimizer that keeps its state itself keeps none in files.
+        own = self._update.optimizer_bytes(on_device=home is Home.DEVICE) if home is not Home.FILE else 0
+        return self._shards.model_state_bytes(home, optimizer_bytes=own)
+
+    def measure_files(self, nbytes: int) -> float:
+        """Return the bytes a second that this rank writes to files of states and reads, from a file of this size."""
+        zero = self.settings.zero
+        assert zero.nvme_path is not None, "the plan has a home in files"
+        io = BlockIO(block_bytes=zero.aio_block_size, queue_depth=zero.aio_queue_depth)
+        rate = file_bandwidth(zero.nvme_path, nbytes, io)
+        io.close()
+        return rate
+
+    @property
+    def files_are_direct(self) -> bool:
+        """True if files of states are read and written past the system's cache, or there are none."""
+        return all(files.is_direct for files in (self._files, self._parameter_files) if files is not None)
 
     @property
     def gradient_arenas(self) -> dict[str, ArenaStatistics]:
@@ -657,6 +680,9 @@ class Engine:
             restore_apply(module)
         for handle in self._hooks:
             handle.remove()
+        for files in (self._files, self._parameter_files):
+            if files is not None:
+                files.close()
         for name, parameter in self._parameters.items():
             detach_gradient_slot(parameter)
             if parameter.requires_grad:
@@ -664,6 +690,39 @@ class Engine:
                 parameter.grad_dtype = parameter.dtype
             if self._gather.unit_of(name) is None:
                 detach_handle(parameter)
+
+    def _make_files(self) -> FileStates | None:
+        """Make the home of states in files, where the plan has one."""
+        zero = self.settings.zero
+        if self.plan.optimizer.home is not Home.FILE:
+            return None
+        num_kinds = 1 + len(self._kinds_in_files)
+        pipelined = num_kinds * (1 + zero.offload_pipeline_read + zero.offload_pipeline_write)
+        return self._file_states(zero.offload_buffer_count or pipelined, writes_behind=zero.offload_pipeline_write)
+
+    @cached_property
+    def _kinds_in_files(self) -> tuple[str, ...]:
+        """The kinds of state beside the master weights that are in files."""
+        return self.settings.optimizer.kinds if self.plan.optimizer.home is Home.FILE else ()
+
+    def _make_parameter_files(self) -> FileStates | None:
+        """Make the home of partitions of parameters in files, where the plan has one."""
+        if self.plan.parameter.home is not Home.FILE:
+            return None
+        return self._file_states(self.settings.zero.offload_param_buffer_count, writes_behind=True)
+
+    def _file_states(self, num_buffers: int, *, writes_behind: bool) -> FileStates:
+        zero = self.settings.zero
+        assert zero.nvme_path is not None, "the rules ask for it"
+        is_pinned = zero.offload_pin_memory and self.mesh.device.type == "cuda"
+        return FileStates(
+            zero.nvme_path,
+            num_buffers=num_buffers,
+            memory=AlignedMemory(is_pinned=is_pinned, ledger=self.settings.ledger),
+            io=BlockIO(block_bytes=zero.aio_block_size, queue_depth=zero.aio_queue_depth),
+            writes_behind=writes_behind,
+            record=partial(self.mesh.meter.record, FILE),
+        )
 
     def _broadcast_value(self, name: str, source: int) -> None:
         """Store the parameter's values on data-parallel rank `source` on every rank."""

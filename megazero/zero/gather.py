@@ -20,6 +20,7 @@ from megazero.memory.copies import Arrival
 from megazero.timers import Timers
 from megazero.zero.guard import guard, unguard
 from megazero.zero.layout import Bucket
+from megazero.zero.plan import Home
 from megazero.zero.shards import Shards
 from megazero.zero.unit_memory import GatheredUnit, UnitMemory, UnitState, each, partitioned_units
 from megazero.zero.use_order import UseOrder
@@ -66,6 +67,8 @@ class ParameterGather:
         self._prefetch_numel = prefetch_numel if zero.overlap_comm else 0  # elements to gather ahead of their use
         self._orders = {True: UseOrder(numel), False: UseOrder(numel)}  # passes with a backward, passes without
         self._order = self._orders[True]
+        self._fetch_partition, self._forget_fetches = shards.fetch_partition, shards.forget_fetches
+        self._reads_ahead = shards.plan.parameter.home is Home.FILE and zero.overlap_comm
         self._last_in_backward: GatheredUnit | None = None
         self._node: object = None  # the node of autograd's graph that last gathered a unit
         self._used_by_node: set[str] = set()
@@ -197,6 +200,7 @@ class ParameterGather:
     def end_pass(self, *, with_backward: bool) -> None:
         """End a backward, or a forward without one: release the units that are neither pinned nor retained."""
         self._orders[with_backward].end_pass()
+        self._forget_fetches()
         self._reset_backward()
         for unit in list(self.memory.live.values()):
             if not (unit.pins or self._is_retained(unit)):
@@ -245,17 +249,30 @@ class ParameterGather:
         self.memory.mark_used(unit)
 
     def _prefetch(self) -> None:
-        """Launch gathers of the units used next, up to the elements to prefetch and the limit of memory."""
+        """Launch gathers of the units used next, up to the elements to prefetch and the limit of memory.
+
+        What is in files is fetched further ahead.
+        """
         left = self._prefetch_numel
         for name in self._order.upcoming():
             unit = self._units[name]
             if left <= 0:
-                return
+                break
             if unit.state is not UnitState.WHOLE:
                 if unit.state is UnitState.PARTITIONED and not self._fits(unit):
-                    return
+                    break
                 self._prefetch_unit(unit, left)
             left -= unit.numel
+        if self._reads_ahead:
+            self._fetch_partitions()
+
+    def _fetch_partitions(self) -> None:
+        """Begin to read partitions of the units gathered next, in order, as far as there are buffers."""
+        for name in self._order.upcoming():
+            unit = self._units[name]
+            missing = (bucket for bucket in unit.buckets if bucket.index not in unit.works)
+            if unit.state is not UnitState.WHOLE and not all(map(self._fetch_partition, missing)):
+                return
 
     def _prefetch_unit(self, unit: GatheredUnit, left: int) -> None:
         """Launch gathers of the unit's first buckets, at most `left` elements."""

@@ -14,9 +14,10 @@ at the accumulation boundary; *leased* ones exist only in constant-size buffers 
 every micro-batch.  Without contiguous gradients resident ones become *loose*: torch's own tensors, which accumulate
 until the boundary.
 
-Every row has a *home*, which the configuration chooses: the device, or host memory.  The optimizer's home is that of
-master weights, moments and reduced gradients, in stages 1 to 3, and a share of them may stay on the device; that of
-parameters, in stage 3, is the home of their partitions, which are gathered to the device for use.
+Every row has a *home*, which the configuration chooses: the device, host memory, or files.  The optimizer's home is
+that of master weights and moments, in stages 1 to 3, and reduced gradients are there too, or in host memory if it is
+files; a share of them may stay on the device, and of what would be in files a share in host memory.  The home of
+parameters, in stage 3, is that of their partitions, which are gathered to the device for use.
 """
 
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Home(Enum):
 
     DEVICE = "the device that computes the model"
     HOST = "host memory"
+    FILE = "files, from which blocks come to host memory for use"
 
 
 class Lifetime(Enum):
@@ -80,7 +82,12 @@ class ZeroPlan:
     skips_not_finite: bool = False
     """True if a step whose gradients are not finite is skipped in every number format, not in fp16 alone."""
     share_at_home: float = 1.0
-    """The part of the optimizer's elements that live in its home; the others live on the device."""
+    """The part of the optimizer's elements that do not live on the device."""
+    share_in_files: float = 1.0
+    """The part of these that live in files, if the optimizer's home is files; the others live in host memory."""
+
+    max_parameters_in_host: int = 0
+    """The elements of partitions that stay in host memory on a rank, if the parameters' home is files."""
 
     @property
     def may_overflow(self) -> bool:
@@ -96,10 +103,15 @@ class ZeroPlan:
         return self.separates_master(self.optimizer.home) or self.separates_master(Home.DEVICE)
 
     def share_at(self, home: Home) -> float:
-        """Return the part of the optimizer's elements that live in a home."""
-        if self.optimizer.home is Home.DEVICE:
-            return float(home is Home.DEVICE)
-        return self.share_at_home if home is self.optimizer.home else 1.0 - self.share_at_home
+        """Return the part of the optimizer's elements, master weights and moments, that live in a home."""
+        away = 0.0 if self.optimizer.home is Home.DEVICE else self.share_at_home
+        in_files = away * self.share_in_files if self.optimizer.home is Home.FILE else 0.0
+        return {Home.DEVICE: 1.0 - away, Home.HOST: away - in_files, Home.FILE: in_files}[home]
+
+    def gradient_share_at(self, home: Home) -> float:
+        """Return the part of the reduced gradients that live in a home; none live in files."""
+        shares = {Home.DEVICE: self.share_at(Home.DEVICE), Home.HOST: 1.0 - self.share_at(Home.DEVICE)}
+        return shares.get(home, 0.0)
 
     def separates_master(self, home: Home) -> bool:
         """Return True if master weights with this home are tensors of their own."""
@@ -119,6 +131,16 @@ class ModelStateBytes:
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.master + self.moments
+
+
+class FileTraffic(NamedTuple):
+    """The bytes that a rank writes to files in a step, and reads."""
+
+    write: int
+    read: int
+
+
+NO_FILES = FileTraffic(0, 0)
 
 
 class HostTraffic(NamedTuple):
@@ -145,7 +167,7 @@ _STAGES = MappingProxyType(
     }
 )
 
-HOMES = MappingProxyType({"none": Home.DEVICE, "cpu": Home.HOST})
+HOMES = MappingProxyType({"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.FILE})
 
 DTYPES = MappingProxyType({"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
@@ -163,11 +185,13 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
     home = HOMES[zero.offload_optimizer]
     return ZeroPlan(
         parameter=Row(stage.parameter, parameter_dtype, gathered, HOMES[zero.offload_param]),
-        gradient=Row(stage.gradient, gradient_dtype, lifetime, home),
+        gradient=Row(stage.gradient, gradient_dtype, lifetime, Home.DEVICE if home is Home.DEVICE else Home.HOST),
         optimizer=Row(stage.optimizer, master_dtype, home=home),
         gradient_wire=DTYPES.get(zero.communication_data_type, gradient_dtype),
         skips_not_finite=precision.check_grad_overflow,
         share_at_home=zero.offload_optimizer_ratio,
+        share_in_files=zero.offload_optimizer_nvme_ratio,
+        max_parameters_in_host=zero.offload_param_max_in_cpu,
     )
 
 
@@ -182,11 +206,15 @@ def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int, home: Home = 
         return numel if row.placement is Placement.REPLICATED else numel // partitions
 
     resident = plan.gradient.lifetime is Lifetime.RESIDENT and home is Home.DEVICE
-    share = plan.share_at(home)
-    owned = round(stored(plan.optimizer) * share)
-    reduced = round(stored(plan.gradient) * share)
+    partition = stored(plan.parameter)
+    in_host = min(partition, plan.max_parameters_in_host) if plan.parameter.home is Home.FILE else 0
+    parameters = (
+        {plan.parameter.home: partition - in_host, Home.HOST: in_host} if in_host else {plan.parameter.home: partition}
+    )
+    owned = round(stored(plan.optimizer) * plan.share_at(home))
+    reduced = round(stored(plan.gradient) * plan.gradient_share_at(home))
     return ModelStateBytes(
-        parameters=stored(plan.parameter) * plan.parameter.itemsize if plan.parameter.home is home else 0,
+        parameters=parameters.get(home, 0) * plan.parameter.itemsize,
         gradients=(numel if resident else reduced) * plan.gradient.itemsize,
         master=owned * plan.optimizer.itemsize if plan.separates_master(home) else 0,
         moments=2 * owned * plan.optimizer.itemsize,
@@ -222,7 +250,7 @@ def host_traffic(
     partition comes for each gather.
     """
     owned = numel // partitions
-    away = round(owned * plan.share_at(Home.HOST))
+    away = round(owned * plan.gradient_share_at(Home.HOST))
     reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
     stored = reductions * away * plan.gradient.itemsize
     loaded = (reductions - 1) * away * plan.gradient.itemsize
@@ -233,3 +261,20 @@ def host_traffic(
         loaded += gathers * owned * plan.parameter.itemsize
         stored += (owned - away) * plan.parameter.itemsize
     return HostTraffic(stored, loaded)
+
+
+def file_traffic(
+    plan: ZeroPlan, numel: int, partitions: int, num_micro_batches: int, *, num_gathers: int | None = None
+) -> FileTraffic:
+    """Return what a rank writes to files and reads in a step at most, by formula.
+
+    numel, num_gathers: as for `data_parallel_bytes`.  Master weights and two moments are read once and written once, a
+    partition is written once and read for each gather; what is still in a buffer is not read again.
+    """
+    owned = numel // partitions
+    states = round(owned * plan.share_at(Home.FILE)) * 3 * plan.optimizer.itemsize
+    if plan.parameter.home is not Home.FILE:
+        return FileTraffic(states, states)
+    partition = max(owned - plan.max_parameters_in_host, 0) * plan.parameter.itemsize
+    gathers = 2 * num_micro_batches if num_gathers is None else num_gathers
+    return FileTraffic(states + partition, states + gathers * partition)

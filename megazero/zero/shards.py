@@ -10,23 +10,31 @@ With contiguous gradients, resident ones and the reduced shard are blocks of one
 section 6.3).
 
 What the optimizer updates lives in the home of its bucket (`memory/homes.py`): such tensors, at home in host memory,
-are read and written there, and meet those of the device in copies only.
+are read and written there, and meet those of the device in copies only.  States at home in files
+(`memory/file_states.py`) are in host memory a sub-group at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megazero.config.engine_sections import UNLIMITED
 from megazero.memory.arena import Arena
 from megazero.memory.copies import ARRIVED, Arrival
+from megazero.memory.file_states import FileSlice, FileState, FileStates
 from megazero.memory.homes import DeviceHome, StateHome
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.zero.gradient_guard import may_have
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
 from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan
+
+# At least the elements of a processor's vectors, of any number format, that an update takes at once.
+_VECTOR_NUMEL = 64
 
 FirstValue = Callable[[ParamSpec, nn.Parameter], Tensor]
 
@@ -36,17 +44,30 @@ def value_of_parameter(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
     return parameter.detach()
 
 
+class SubGroup(NamedTuple):
+    """The elements of a bucket that this rank updates at once; `within` is their range of the bucket's section."""
+
+    bucket: Bucket
+    within: Range
+
+
 @dataclass(frozen=True)
 class _Owned:
     """The optimizer's states of all buckets with one home, flat tensors [elements of these buckets that a rank owns].
 
+    home: that of gradients, where the states are updated.
     gradient: reduced gradients, without elements where they stay in resident memory.
     """
 
     home: StateHome
     gradient: Tensor
-    master: Tensor | None
-    moments: Mapping[str, Tensor]
+    master: Tensor | FileState | None
+    moments: Mapping[str, Tensor | FileState]
+
+    @property
+    def files(self) -> list[FileState]:
+        """The states that are in files."""
+        return [state for state in (self.master, *self.moments.values()) if isinstance(state, FileState)]
 
 
 class Shards:
@@ -61,16 +82,23 @@ class Shards:
         *,
         first_value: FirstValue = value_of_parameter,
         moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
+        kinds_in_files: Sequence[str] = ("exp_avg", "exp_avg_sq"),
         ledger: AnyLedger | None = None,
         gradients_in_arena: bool = True,
         host: StateHome | None = None,
+        files: FileStates | None = None,
+        parameter_files: FileStates | None = None,
+        sub_group_numel: int = UNLIMITED,
         check_back: Callable[[str], None] = lambda call: None,
     ) -> None:
         """Allocate the state and copy the first values to it.
 
-        host: the home in host memory, where the plan has one.
+        host: the home in host memory, where the plan has one.  files, parameter_files: the homes in files, of the
+        optimizer's states and of partitions of parameters, likewise.
+        sub_group_numel: the most elements that are updated at once.
         check_back: raises UsageError for a call that needs state which has left the device for a while.
-        moments: the kinds that the optimizer keeps beside the master weights.
+        moments: the kinds that the optimizer keeps beside the master weights.  kinds_in_files: those of the states in
+        files, where an optimizer that would keep its state itself has it here.
 
         first_value is called for one parameter at a time, and returns all elements of this rank's tensor, in any shape.
         gradients_in_arena: whether reduced gradients are blocks of one arena, or tensors of their own.
@@ -89,16 +117,32 @@ class Shards:
         self._owned = [bucket.range for bucket in buckets] if is_whole else self._partitions
         self.check_back = check_back
         self.device_home = DeviceHome(self.device)
-        self._homes: Mapping[Home, StateHome] = {Home.DEVICE: self.device_home, Home.HOST: host or self.device_home}
+        self._homes: Mapping[Home, StateHome] = {
+            Home.DEVICE: self.device_home,
+            Home.HOST: host or self.device_home,
+            Home.FILE: host or self.device_home,
+        }
+        self._files, self._parameter_files = files, parameter_files
         self._home_of = self._choose_homes()
+        self._sub_groups = {
+            bucket.index: list(
+                _sub_groups(layout.sections[bucket.section], bucket, self.owned(bucket), sub_group_numel)
+            )
+            for bucket in layout.trainable_buckets
+        }
         self._offsets = self._offsets_by_bucket()
-        self._working_shards: dict[int, Tensor] = {}
+        self._working_shards: dict[int, Tensor | FileState] = {}
+        self._first_elements: dict[int, int] = {}  # of sections in the shards that have several
+        self._make_parameter_file()
         self._flats = [self._attach_parameters(section, first_value) for section in layout.sections]
         owned = {home: self._numel_at(home) for home in dict.fromkeys(self._home_of.values())}
         self.gradient_arena = self._make_gradient_arena(owned.get(Home.DEVICE, 0)) if gradients_in_arena else None
         self._resident_views: dict[str, Tensor] = {}
         self._resident_gradients = self._make_resident_gradients()
-        self._states = {home: self._make_states(home, numel, moments) for home, numel in owned.items()}
+        self._states = {
+            home: self._make_states(home, numel, kinds_in_files if home is Home.FILE else moments)
+            for home, numel in owned.items()
+        }
         self._moment_kinds = tuple(moments)
         self.optimizer_step = torch.zeros((), dtype=torch.float32, device=self.device)
         self.copy_working_to_master()
@@ -148,8 +192,25 @@ class Shards:
         shard = self._working_shards.get(bucket.section)
         if shard is None:
             return self._flats[bucket.section][within.start : within.stop]
-        offset = bucket.start // bucket.partitions - self.partition(bucket).start
-        return shard[offset + within.start : offset + within.stop]
+        return shard[self._place_in_shard(bucket, within)]
+
+    def _place_in_shard(self, bucket: Bucket, within: Range) -> slice:
+        """Return the place of a range in the working shard of a partitioned section."""
+        first = self._first_elements.get(bucket.section, 0)
+        offset = first + bucket.start // bucket.partitions - self.partition(bucket).start
+        return slice(offset + within.start, offset + within.stop)
+
+    def fetch_partition(self, bucket: Bucket) -> bool:
+        """Begin to read this rank's partition of a bucket, if it is in a file; return False if no buffer is free."""
+        shard = self._working_shards[bucket.section]
+        if not isinstance(shard, FileState):
+            return True
+        return shard.fetch(self._place_in_shard(bucket, self.partition(bucket)))
+
+    def forget_fetches(self) -> None:
+        """Let buffers be free of partitions that have been fetched for gathers that did not come."""
+        if self._parameter_files is not None:
+            self._parameter_files.forget_fetches()
 
     def resident_gradient(self, bucket: Bucket, within: Range) -> Tensor:
         """Return a view of a resident section's gradients: unreduced, or after the reduction reduced."""
@@ -176,8 +237,27 @@ class Shards:
         for flat in (*self._resident_gradients.values(), *(states.gradient for states in self._states.values())):
             flat.detach().mul_(factor)
 
+    def sub_groups(self, bucket: Bucket) -> list[SubGroup]:
+        """Return the parts of a bucket that this rank updates one after the other."""
+        return self._sub_groups[bucket.index]
+
+    def is_in_files(self, bucket: Bucket) -> bool:
+        """Return True if a bucket's master weights and moments are at home in files."""
+        return self._home_of[bucket.index] is Home.FILE
+
+    def fetch(self, sub_group: SubGroup) -> bool:
+        """Begin to read what the optimizer keeps in files of a sub-group; return False if buffers are wanting."""
+        place = self._place(sub_group.bucket, sub_group.within)
+        return all(file.fetch(place) for file in self._state(sub_group.bucket).files)
+
+    def store(self, sub_group: SubGroup, arrival: Arrival) -> None:
+        """Begin to write what the optimizer keeps in files of a sub-group; arrival: that of copies of it."""
+        place = self._place(sub_group.bucket, sub_group.within)
+        for file in self._state(sub_group.bucket).files:
+            file.store(place, arrival)
+
     def home(self, bucket: Bucket) -> StateHome:
-        """Return the home of a bucket's reduced gradients, master weights and moments."""
+        """Return the home of a bucket's reduced gradients, where its master weights and moments are updated."""
         return self._states[self._home_of[bucket.index]].home
 
     def reduces_in_place(self, bucket: Bucket) -> bool:
@@ -200,6 +280,10 @@ class Shards:
         """The kinds of state that the optimizer keeps beside the master weights."""
         return self._moment_kinds
 
+    def kinds_of(self, bucket: Bucket) -> tuple[str, ...]:
+        """Return the kinds of state of a bucket that are stored here beside the master weights."""
+        return tuple(self._state(bucket).moments)
+
     def moment(self, kind: str, bucket: Bucket, within: Range) -> Tensor:
         """Return one of the optimizer's moments of an owned range, a view at home."""
         return self._state(bucket).moments[kind][self._place(bucket, within)]
@@ -209,9 +293,12 @@ class Shards:
 
         whole: the bucket's memory on the device, in which the partition may be put at its place.
         """
-        part = self.partition(bucket)
+        part, shard = self.partition(bucket), self._working_shards[bucket.section]
         place = whole[part.start - bucket.start : part.stop - bucket.start]
-        return self._parameter_home.bring(self.working(bucket, part), place)
+        found, arrival = self._parameter_home.bring(self.working(bucket, part), place)
+        if isinstance(shard, FileState):
+            shard.leave(self._place_in_shard(bucket, part), arrival)
+        return found, arrival
 
     def reset_resident_gradients(self) -> None:
         """Zero resident gradients, and make every `.grad` its view again (a user's zero_grad() removes them).
@@ -232,18 +319,22 @@ class Shards:
         """Copy working parameters to master weights, where they are two tensors."""
         for bucket in self.layout.trainable_buckets:
             if self._state(bucket).master is not None:
-                owned = self.owned(bucket)
-                self.master(bucket, owned).copy_(self.working(bucket, owned))
+                for part in self._parts(bucket, self.owned(bucket)):
+                    self.master(bucket, part).copy_(self.working(bucket, part))
 
-    def copy_master_to_working(self, bucket: Bucket) -> Arrival:
-        """Begin to copy the owned range of a bucket from master weights to working parameters, if they are two tensors.
+    def copy_master_to_working(self, sub_group: SubGroup) -> Arrival:
+        """Begin to copy a sub-group from master weights to working parameters, if they are two tensors.
 
         Nothing may change the master weights until the arrival.
         """
+        bucket, within = sub_group
         if self._state(bucket).master is None:
             return ARRIVED
-        owned, home = self.owned(bucket), self.home(bucket)
-        working, master = self.working(bucket, owned), self.master(bucket, owned)
+        home, master, shard = self.home(bucket), self.master(bucket, within), self._working_shards.get(bucket.section)
+        if isinstance(shard, FileState):  # all sub-groups of the bucket are copied
+            working = shard.overwrite(self._place_in_shard(bucket, within))
+        else:
+            working = self.working(bucket, within)
         is_partitioned = self.layout.sections[bucket.section].partitioned
         target = self._parameter_home if is_partitioned else self.device_home
         if target.is_device:
@@ -254,44 +345,64 @@ class Shards:
             working.copy_(master)
         return ARRIVED
 
+    def store_partition(self, bucket: Bucket) -> None:
+        """Begin to write this rank's partition of a bucket, to which master weights are copied, if it is in a file."""
+        shard = self._working_shards.get(bucket.section)
+        if isinstance(shard, FileState):
+            shard.store(self._place_in_shard(bucket, self.partition(bucket)), ARRIVED)
+
+    def moment_source(self, kind: str, bucket: Bucket, within: Range) -> Tensor | FileSlice:
+        """Return a moment of an owned range of a sub-group, which comes to memory when it is asked for."""
+        return _elements(self._state(bucket).moments[kind], self._place(bucket, within))
+
     def owned_state(self, coordinates: Mapping[str, int]) -> Iterator[StateFragment]:
         """Yield the state that the rank at these coordinates saves: its partitions of parameters that it counts."""
         for section in self.layout.sections:
             for bucket in section.buckets:
-                for fragment in bucket.fragments_in(self.partition(bucket)):
-                    if fragment.spec.is_counted_on(coordinates):
-                        yield from self._state_of(bucket, fragment)
+                for part in self._parts(bucket, self.partition(bucket)):
+                    for fragment in bucket.fragments_in(part):
+                        if fragment.spec.is_counted_on(coordinates):
+                            yield from self._state_of(bucket, fragment)
 
     def wanted_state(self) -> Iterator[StateFragment]:
         """Yield the state that a checkpoint must fill: all state on this rank that isn't computed from the rest."""
         for section in self.layout.sections:
             for bucket in section.buckets:
-                for fragment in bucket.fragments_in(self.loaded(bucket)):
-                    yield from self._state_of(bucket, fragment)
+                for part in self._parts(bucket, self.loaded(bucket)):
+                    for fragment in bucket.fragments_in(part):
+                        yield from self._state_of(bucket, fragment)
 
     def _state_of(self, bucket: Bucket, fragment: Fragment) -> Iterator[StateFragment]:
         spec, start, stop, within = fragment
         if not spec.trainable:
-            yield StateFragment(spec, "weight", start, stop, self.working(bucket, within))
+            shard = self._working_shards.get(bucket.section)
+            if isinstance(shard, FileState):
+                working: Tensor | FileSlice = FileSlice(shard, self._place_in_shard(bucket, within))
+            else:
+                working = self.working(bucket, within)
+            yield StateFragment(spec, "weight", start, stop, working)
             return
-        yield StateFragment(spec, "weight", start, stop, self.master(bucket, within))
+        states, place = self._state(bucket), self._place(bucket, within)
+        master = self.working(bucket, within) if states.master is None else _elements(states.master, place)
+        yield StateFragment(spec, "weight", start, stop, master)
         for kind in self.moment_kinds:
-            yield StateFragment(spec, kind, start, stop, self.moment(kind, bucket, within))
+            yield StateFragment(spec, kind, start, stop, _elements(states.moments[kind], place))
 
     def tensors_on_device(self) -> dict[str, list[Tensor]]:
         """Return the tensors of the device that hold master weights, partitions of parameters, and of gradients."""
         states = self._states.get(Home.DEVICE)
         is_leased = self.plan.gradient.lifetime is Lifetime.LEASED
         return {
-            "hp_params": [] if states is None or states.master is None else [states.master],
-            "lp_params": list(self._working_shards.values()) if self._parameter_home.is_device else [],
+            "hp_params": [states.master] if states is not None and isinstance(states.master, Tensor) else [],
+            "lp_params": self._shards_in_memory if self._parameter_home.is_device else [],
             "lp_grads": [states.gradient] if states is not None and is_leased else [],
         }
 
     def moments_on_device(self) -> list[Tensor]:
         """Return the flat tensors of the optimizer's moments whose home is the device."""
         states = self._states.get(Home.DEVICE)
-        return [] if states is None else list(states.moments.values())
+        moments = () if states is None else states.moments.values()
+        return [moment for moment in moments if isinstance(moment, Tensor)]
 
     def model_state_bytes(self, home: Home = Home.DEVICE, *, optimizer_bytes: int = 0) -> ModelStateBytes:
         """Return the bytes at a home of persistent flat tensors, without gathered parameters.
@@ -299,13 +410,17 @@ class Shards:
         optimizer_bytes: those of an optimizer's own state there.
         """
         states = [state for owner, state in self._states.items() if owner is home]
-        parameters = [*self._working_shards.values()] if self.plan.parameter.home is home else []
-        gradients = [state.gradient for state in states]
+        in_memory = Home.HOST if self.plan.parameter.home is Home.FILE else self.plan.parameter.home
+        parameters = self._shards_in_memory if home is in_memory else []
+        files = {shard for shard in self._working_shards.values() if isinstance(shard, FileState)}
+        # Gradients of what is in files are in host memory.
+        at_home = {Home.DEVICE: (Home.DEVICE,), Home.HOST: (Home.HOST, Home.FILE)}.get(home, ())
+        gradients = [state.gradient for owner, state in self._states.items() if owner in at_home]
         if home is Home.DEVICE:
             parameters += [self._flats[section.index] for section in self.layout.sections if not section.partitioned]
             gradients += self._resident_gradients.values()
         return ModelStateBytes(
-            parameters=sum(map(_nbytes, parameters)),
+            parameters=sum(map(_nbytes, parameters)) + sum(file.nbytes for file in files if home is Home.FILE),
             gradients=sum(flat.nbytes for flat in gradients),  # an arena's storage is shared
             master=sum(_nbytes(state.master) for state in states if state.master is not None),
             moments=sum(_nbytes(moment) for state in states for moment in state.moments.values()) + optimizer_bytes,
@@ -314,9 +429,10 @@ class Shards:
     def _attach_parameters(self, section: Section, first_value: FirstValue) -> Tensor:
         """Copy a section's values to where they are stored; the module's own tensors are freed one by one."""
         if section.partitioned:
-            numel = section.numel // self.layout.rules.partitions
-            self._working_shards[section.index] = self._parameter_home.zeros(numel, section.dtype)
-            self.ledger.tag(self._working_shards[section.index], "parameters")
+            if section.index not in self._working_shards:
+                numel = section.numel // self.layout.rules.partitions
+                shard = self._working_shards[section.index] = self._parameter_home.zeros(numel, section.dtype)
+                self.ledger.tag(shard, "parameters")
             for slot in section.slots:
                 value = first_value(slot.spec, self._parameters[slot.spec.name]).reshape(-1)
                 self._store_working(section, slot.spec.name, value)
@@ -339,11 +455,12 @@ class Shards:
         if section.partitioned:
             self._store_working(section, name, value)
         for bucket in section.buckets if section.trainable else ():
-            fragment = bucket.fragment_of(name, self.owned(bucket))
-            if fragment is not None and self._state(bucket).master is not None:
-                master = self.master(bucket, fragment.within)
-                new = value[fragment.start : fragment.stop].to(master.device)
-                master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+            parts = self._parts(bucket, self.owned(bucket)) if self._state(bucket).master is not None else ()
+            for part in parts:
+                if (fragment := bucket.fragment_of(name, part)) is not None:
+                    master = self.master(bucket, fragment.within)
+                    new = value[fragment.start : fragment.stop].to(master.device)
+                    master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
 
     def _store_working(self, section: Section, name: str, value: Tensor) -> None:
         """Write this rank's partition of a parameter's value to the working shard."""
@@ -417,18 +534,52 @@ class Shards:
 
     @property
     def _parameter_home(self) -> StateHome:
-        """The home of partitioned parameters."""
+        """The home of partitioned parameters; of those in files the memory to which they come."""
         return self._homes[self.plan.parameter.home]
 
+    @property
+    def _shards_in_memory(self) -> list[Tensor]:
+        return [shard for shard in self._working_shards.values() if isinstance(shard, Tensor)]
+
+    def _make_parameter_file(self) -> None:
+        """Make the file of each number format's partitions, of those sections that have no place in host memory."""
+        in_memory, partitions = 0, self.layout.rules.partitions
+        starts: dict[torch.dtype, list[int]] = {}
+        sections: dict[torch.dtype, list[Section]] = {}
+        for section in self.layout.sections if self._parameter_files is not None else ():
+            numel = section.numel // partitions
+            if not (section.partitioned and numel) or in_memory + numel <= self.plan.max_parameters_in_host:
+                in_memory += numel if section.partitioned else 0
+                continue
+            of_dtype = starts.setdefault(section.dtype, [0])
+            self._first_elements[section.index] = of_dtype[-1]
+            of_dtype += [of_dtype[-1] + bucket.stop // partitions for bucket in section.buckets]
+            sections.setdefault(section.dtype, []).append(section)
+        for dtype, of_dtype in starts.items():
+            assert self._parameter_files is not None
+            file = self._parameter_files.allocate("parameters", dtype, of_dtype)
+            self._working_shards |= {section.index: file for section in sections[dtype]}
+
     def _choose_homes(self) -> dict[int, Home]:
-        """Return the homes of trainable buckets by index: of every part of the model, about the same share stays."""
-        homes, total, away = {}, 0, 0
+        """Return the homes of trainable buckets by index: of every part of the model, about the same share in each."""
+        homes, total = {}, 0
+        at = dict.fromkeys(Home, 0)  # the elements that have each home
         for bucket in self.layout.trainable_buckets:
             total += bucket.numel
-            goes = away + bucket.numel / 2 <= self.plan.share_at_home * total
-            away += bucket.numel if goes else 0
-            homes[bucket.index] = self.plan.optimizer.home if goes else Home.DEVICE
+            home = max(Home, key=lambda home: self.plan.share_at(home) * total - at[home])
+            at[home] += bucket.numel
+            homes[bucket.index] = home
         return homes
+
+    def _parts(self, bucket: Bucket, within: Range) -> Iterator[Range]:
+        """Yield the parts of an owned range whose states are tensors each: sub-groups, where they are in files."""
+        if self._home_of.get(bucket.index) is not Home.FILE:
+            yield within
+            return
+        for _, (start, stop) in self.sub_groups(bucket):
+            part = Range(max(start, within.start), min(stop, within.stop))
+            if part.numel > 0:
+                yield part
 
     def _numel_at(self, home: Home) -> int:
         buckets = self.layout.trainable_buckets
@@ -437,6 +588,14 @@ class Shards:
     def _make_states(self, home: Home, numel: int, moments: Sequence[str]) -> _Owned:
         """Allocate the optimizer's states of `numel` elements at home."""
         memory, dtype = self._homes[home], self.plan.optimizer.dtype
+        if home is Home.FILE:
+            assert self._files is not None, "the plan has a home in files"
+            groups = (group for bucket in self.layout.trainable_buckets for group in self.sub_groups(bucket))
+            sizes = (group.within.numel for group in groups if self.is_in_files(group.bucket))
+            starts = list(accumulate(sizes, initial=0))
+            states = {kind: self._files.allocate(kind, dtype, starts) for kind in ("master", *moments)}
+            gradient = memory.zeros(numel, self.plan.gradient.dtype)
+            return _Owned(memory, gradient, states.pop("master"), states)
         if home is Home.DEVICE:
             gradient = self._zero_gradients(0 if self._is_resident else numel)
         else:
@@ -444,10 +603,10 @@ class Shards:
         master = memory.zeros(numel, dtype) if self.plan.separates_master(home) else None
         if master is not None:
             self.ledger.tag(master, "master")
-        states = _Owned(memory, gradient, master, {kind: memory.zeros(numel, dtype) for kind in moments})
-        for moment in states.moments.values():
+        own = {kind: memory.zeros(numel, dtype) for kind in moments}
+        for moment in own.values():
             self.ledger.tag(moment, "moments")
-        return states
+        return _Owned(memory, gradient, master, own)
 
     def _state(self, bucket: Bucket) -> _Owned:
         return self._states[self._home_of[bucket.index]]
@@ -484,5 +643,26 @@ def _not_written(section: Section) -> Iterator[Range]:
         yield Range(start, section.numel)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+def _sub_groups(section: Section, bucket: Bucket, owned: Range, most: int) -> Iterator[SubGroup]:
+    """Cut what a rank owns of a bucket into parts of at most `most` elements.
+
+    A run of elements treated alike is cut behind whole vectors of the processor's, so that no element's update is
+    rounded otherwise than in the whole run.
+    """
+    grain, start = (_VECTOR_NUMEL if most >= _VECTOR_NUMEL else 1), owned.start
+    for _, run in section.group_runs(owned):
+        position = run.start
+        while run.stop - start > most:
+            position += (start + most - position) // grain * grain
+            yield SubGroup(bucket, Range(start, position))
+            start = position
+    if start < owned.stop:
+        yield SubGroup(bucket, Range(start, owned.stop))
+
+
+def _elements(state: Tensor | FileState, place: slice) -> Tensor | FileSlice:
+    return FileSlice(state, place) if isinstance(state, FileState) else state[place]
+
+
+def _nbytes(state: Tensor | FileState) -> int:
+    return state.nbytes if isinstance(state, FileState) else state.untyped_storage().nbytes()

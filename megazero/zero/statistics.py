@@ -8,6 +8,7 @@ host when it likes.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -64,12 +65,12 @@ def take_statistics(engine: Engine, choice: StatisticsChoice) -> Tensor:
     A collective call between two steps.  Gradients count if those of a whole step are there.
     """
     layers = layers_of(engine) if choice.layer_grad_norms else ()
-    by_name: dict[str, list[Tensor]] = {name: [] for name in _KINDS}
+    by_name: dict[str, list[StateFragment]] = {name: [] for name in _KINDS}
     name_of = {kind: name for name in choice.states for kind in _KINDS[name]}
     with torch.no_grad():
         for fragment in engine.owned_state() if name_of else ():
             if fragment.kind in name_of and fragment.spec.trainable:
-                by_name[name_of[fragment.kind]] += _pieces(fragment)
+                by_name[name_of[fragment.kind]].append(fragment)
         gradients: list[Tensor] = []
         by_layer: dict[str, list[Tensor]] = {name: [] for name in layers}
         if (choice.num_zeros or layers) and engine.has_gradients:
@@ -80,7 +81,7 @@ def take_statistics(engine: Engine, choice: StatisticsChoice) -> Tensor:
                 if layers:
                     by_layer[layer_of(fragment.spec.name)] += pieces
         device = engine.mesh.device
-        by_kind = [_sums(pieces, device, has_roots=name == VARIANCE) for name, pieces in by_name.items()]
+        by_kind = [_sums(found, device, has_roots=name == VARIANCE) for name, found in by_name.items()]
         sums = [part for found, _ in by_kind for part in found]
         sums += [_number(_numel(gradients), device), _total([piece.count_nonzero() for piece in gradients], device)]
         sums += [_squares(pieces, device) for pieces in by_layer.values()]
@@ -154,17 +155,19 @@ def _pieces(fragment: StateFragment) -> Iterator[Tensor]:
     yield from torch.split(used, _PIECE_NUMEL.get(used.device.type, _PIECE_NUMEL["cpu"])) if used.numel() else ()
 
 
-def _sums(pieces: Sequence[Tensor], device: torch.device, *, has_roots: bool) -> tuple[list[Tensor], Tensor]:
-    """Return the fields of `_Sums`, and the largest absolute value; zeros of no pieces."""
+def _sums(fragments: Iterable[StateFragment], device: torch.device, *, has_roots: bool) -> tuple[list[Tensor], Tensor]:
+    """Return the fields of `_Sums`, and the largest absolute value; zeros of no fragments."""
     absolutes = squares = roots = largest = _number(0, device)
-    for piece in pieces:
+    numel = 0
+    for piece in chain.from_iterable(map(_pieces, fragments)):  # one by one: state in files comes to memory for it
+        numel += piece.numel()
         values = piece.double().abs()
         absolutes = absolutes + _on(device, values.sum())
         squares = squares + _on(device, values.square().sum())
         largest = torch.maximum(largest, _on(device, values.amax()))
         if has_roots:
             roots = roots + _on(device, values.sqrt().sum())
-    return [_number(_numel(pieces), device), absolutes, squares, roots], largest
+    return [_number(numel, device), absolutes, squares, roots], largest
 
 
 def _squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:

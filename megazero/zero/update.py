@@ -1,21 +1,22 @@
 """The update: norms of reduced gradients, the inner optimizer on what this rank owns, and publishing."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megazero.memory.copies import Arrival
+from megazero.memory.copies import ARRIVED, Arrival
 from megazero.memory.homes import StateHome
 from megazero.memory.lease import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
-from megazero.parallel.param_spec import StateFragment
+from megazero.parallel.param_spec import StateElsewhere, StateFragment
 from megazero.timers import Timers
 from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.publish import ParameterPublisher
-from megazero.zero.shards import Shards
+from megazero.zero.shards import Shards, SubGroup
 
 STEP = "step"
 
@@ -32,15 +33,21 @@ class LocalNorms(NamedTuple):
 
 
 class OwnedRun(NamedTuple):
-    """A run of elements that this rank updates at once; `within` is its range of the bucket's section.
+    """A run of elements of a sub-group that this rank updates at once; `within` is its range of the bucket's section.
 
+    group: that of the optimizer.  tensors: None where the optimizer's states are in files.
     parameter: the name of the only parameter in it, once that has had no gradient in a step; else "".
     """
 
-    bucket: Bucket
+    sub_group: SubGroup
     within: Range
-    run: Run
+    group: int
+    tensors: Run | None
     parameter: str = ""
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.sub_group.bucket
 
 
 class _HomeStep(NamedTuple):
@@ -78,13 +85,14 @@ class ShardUpdate:
         publisher: ParameterPublisher,
         optimizer: InnerOptimizer,
         *,
-        sub_group_numel: int,
+        reads_ahead: bool = True,
         counted_at: Mapping[str, int],
         timers: Timers,
         names: Sequence[str] = (),
     ) -> None:
-        """Divide what this rank owns into runs; sub_group_numel: most elements updated at once.
+        """Divide what this rank owns into runs.
 
+        reads_ahead: whether states in files are read while others are updated.
         counted_at: this rank's coordinates on the axes over which parameters may be replicated ({"tp": 1}).
         names: the parameters that `LocalNorms.first_overflow` counts; without them, those of the layout.
         """
@@ -94,9 +102,13 @@ class ShardUpdate:
         self._timers = timers
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
-        self.runs = [run for bucket in self._buckets for run in self._runs(bucket, sub_group_numel)]
+        self._sub_groups = [sub_group for bucket in self._buckets for sub_group in shards.sub_groups(bucket)]
+        self._num_fetched = 0  # of these, in this step
+        self._reads_ahead = reads_ahead
+        self.runs = [run for sub_group in self._sub_groups for run in self._runs(sub_group)]
         self._left_alone: dict[str, Tensor] = {}  # by parameter, the steps that have left it as it was, float32
-        optimizer.bind([owned.run for owned in self.runs])
+        if not optimizer.moments:
+            optimizer.bind([self._bound(owned) for owned in self.runs])
         self.parameter_names = tuple(names) or tuple(
             slot.spec.name for section in shards.layout.sections if section.trainable for slot in section.slots
         )
@@ -127,7 +139,7 @@ class ShardUpdate:
         on_device: those of buckets whose home is the device; else those of the others.
         """
         runs = (
-            owned.within.numel * owned.run.master.element_size()
+            owned.within.numel * self._shards.plan.optimizer.itemsize
             for owned in self.runs
             if self._shards.home(owned.bucket).is_device == on_device
         )
@@ -142,6 +154,7 @@ class ShardUpdate:
 
     def local_norms(self, buffers: Scratch) -> LocalNorms:
         """Compute norms over this rank's partitions: the same fragments in every stage, so stages agree to the bit."""
+        self._fetch_next()  # the update comes next
         norms = self._norms(buffers)
         # A replicated fragment is not multiplied by zero but left out: 0 * inf would be nan.  What overflows here
         # alone, in a copy that another rank counts, is an overflow all the same.
@@ -186,16 +199,20 @@ class ShardUpdate:
             self._left_alone[name] += flag if inputs.found_inf is None else flag * (1.0 - inputs.found_inf)
         inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
         steps = {home: _at_home(home, step, inputs) for home in self._homes}
-        for index, (bucket, _, run, parameter) in enumerate(self.runs):
-            home = self._shards.home(bucket)
+        for index, owned in enumerate(self.runs):
+            home = self._shards.home(owned.bucket)
             at_home, memory = steps[home], home.scratch(buffers)
+            self._fetch_next()
             with self._timers.measure("optimizer-inner-step"):
-                if parameter:
-                    self._update_parameter(index, at_home, absent.get(parameter), memory)
+                if owned.parameter:
+                    self._update_parameter(index, at_home, absent.get(owned.parameter), memory)
                 else:
-                    self._optimizer.update(index, run, at_home.step, at_home.inputs, buffers=memory)
-            if index + 1 == len(self.runs) or self.runs[index + 1].bucket is not bucket:
-                self._publish(bucket)
+                    tensors = self._tensors
+                    self._optimizer.update(index, tensors(owned), at_home.step, at_home.inputs, buffers=memory)
+            following = self.runs[index + 1].sub_group if index + 1 < len(self.runs) else None
+            if following is not owned.sub_group:
+                self._leave(owned.sub_group, is_last=following is None or following.bucket is not owned.bucket)
+        self._num_fetched = 0
 
     def states_on_device(self) -> list[Tensor]:
         """Return the tensors of the device that hold the optimizer's state."""
@@ -203,7 +220,7 @@ class ShardUpdate:
             tensor
             for index, owned in enumerate(self.runs)
             if self._shards.home(owned.bucket).is_device and not self._optimizer.moments
-            for tensor in self._optimizer.state(index, owned.run).values()
+            for tensor in self._optimizer.state(index, self._bound(owned)).values()
         )
         return [*self._shards.moments_on_device(), *own]
 
@@ -215,56 +232,70 @@ class ShardUpdate:
     def publish_masters(self, buckets: Iterable[Bucket]) -> None:
         """Copy the master weights of whole buckets to the working parameters of all ranks that have them."""
         for bucket in buckets:
-            self._publish(bucket)
+            arrival = ARRIVED
+            for sub_group in self._shards.sub_groups(bucket):
+                arrival = self._shards.copy_master_to_working(sub_group)
+                arrival.finish()  # what is in a file is in memory only as long as it is referred to
+            self._shards.store_partition(bucket)
+            self._publisher.publish(bucket, arrival)
 
-    def _publish(self, bucket: Bucket) -> None:
-        arrival = self._shards.copy_master_to_working(bucket)
-        self._publisher.publish(bucket, arrival)
-        if not self._shards.home(bucket).is_device:
-            self._travelling.append(arrival)
+    def _leave(self, sub_group: SubGroup, *, is_last: bool) -> None:
+        """Send an updated sub-group to the working parameters and to its file; is_last: of its bucket."""
+        arrival = self._shards.copy_master_to_working(sub_group)
+        self._shards.store(sub_group, arrival)
+        if is_last:  # copies arrive in order
+            self._shards.store_partition(sub_group.bucket)
+            self._publisher.publish(sub_group.bucket, arrival)
+        self._travelling.append(arrival)
+
+    def _fetch_next(self) -> None:
+        """Begin to read the states of the sub-groups that are updated next, as far as there are buffers."""
+        while self._reads_ahead and self._num_fetched < len(self._sub_groups):
+            if not self._shards.fetch(self._sub_groups[self._num_fetched]):
+                return
+            self._num_fetched += 1
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Yield what this rank owns of a trainable parameter's "master", "gradient", or optimizer state `kind`.
 
         Pieces come in order; there are none where the optimizer has no such state (yet).
         """
-        for index, (bucket, within, run, _) in enumerate(self.runs):
-            fragment = bucket.fragment_of(name, within)
+        shards = self._shards
+        of_shards = {"master": shards.master, "gradient": shards.reduced_gradient}
+        of_shards |= {moment: partial(shards.moment, moment) for moment in shards.moment_kinds}
+        for index, owned in enumerate(self.runs):
+            fragment = owned.bucket.fragment_of(name, owned.within)
             if fragment is None:
                 continue
-            ours = {"master": run.master, "gradient": run.gradient}
-            found = ours[kind] if kind in ours else self._optimizer.state(index, run).get(kind)
-            if found is not None:
-                offset = fragment.within.start - within.start
-                yield Piece(fragment.start, fragment.stop, found[offset : offset + fragment.numel])
+            if kind in of_shards:
+                yield Piece(fragment.start, fragment.stop, of_shards[kind](owned.bucket, fragment.within))
+            elif (found := self._own_state(index, owned, fragment.within).get(kind)) is not None:
+                tensor = found if isinstance(found, Tensor) else found.view()
+                yield Piece(fragment.start, fragment.stop, tensor)
 
     def optimizer_state(self, *, is_saved: bool) -> Iterator[StateFragment]:
         """Yield the owned ranges' state that a torch optimizer allocates itself, beside the moments in the shards.
 
         is_saved: only what this rank saves, which no other one counts; else all that it has.
         """
-        for index, (bucket, within, run, _) in enumerate(self.runs):
-            state = {} if self._optimizer.moments else self._optimizer.state(index, run)
+        for index, owned in enumerate(self.runs if not self._optimizer.moments else ()):
+            bucket, within = owned.bucket, owned.within
             saved = self._shards.partition(bucket) if is_saved else within
             part = Range(max(saved.start, within.start), min(saved.stop, within.stop))
-            if not state or part.start >= part.stop:
-                continue
-            for fragment in bucket.fragments_in(part):
+            for fragment in bucket.fragments_in(part) if part.numel > 0 else ():
                 if is_saved and not fragment.spec.is_counted_on(self._coordinates):
                     continue
-                start = fragment.within.start - within.start
-                for kind, tensor in state.items():
-                    piece = tensor[start : start + fragment.numel]
-                    yield StateFragment(fragment.spec, kind, fragment.start, fragment.stop, piece)
+                for kind, source in self._own_state(index, owned, fragment.within).items():
+                    yield StateFragment(fragment.spec, kind, fragment.start, fragment.stop, source)
 
     def numbers(self) -> OptimizerNumbers:
         """Return the numbers of the runs on this rank."""
         groups: dict[int, Mapping[str, float] | None] = {}
         parameters: dict[str, Mapping[str, float] | None] = {}
         for index, owned in enumerate(self.runs):
-            if owned.run.group != NOT_UPDATED and not owned.parameter:
-                groups.setdefault(owned.run.group, self._optimizer.numbers(index))
-            elif owned.run.group != NOT_UPDATED and not self._optimizer.moments:
+            if owned.group != NOT_UPDATED and not owned.parameter:
+                groups.setdefault(owned.group, self._optimizer.numbers(index))
+            elif owned.group != NOT_UPDATED and not self._optimizer.moments:
                 parameters[owned.parameter] = self._optimizer.numbers(index)
         if self._optimizer.moments:
             step = float(self._shards.optimizer_step.item())
@@ -280,8 +311,8 @@ class ShardUpdate:
             own = numbers.parameters.get(name, {STEP: num_steps}) or {STEP: 0.0}
             left.fill_(num_steps - own.get(STEP, num_steps))
         for index, owned in enumerate(self.runs):
-            if owned.run.group != NOT_UPDATED:
-                of_group = numbers.groups.get(owned.run.group)
+            if owned.group != NOT_UPDATED:
+                of_group = numbers.groups.get(owned.group)
                 self._optimizer.start(index, numbers.parameters.get(owned.parameter, of_group))
 
     def optimizer_bytes(self, *, on_device: bool) -> int:
@@ -289,7 +320,7 @@ class ShardUpdate:
         if self._optimizer.moments:
             return 0
         kept = (
-            self._optimizer.state(index, owned.run)
+            self._optimizer.state(index, self._bound(owned))
             for index, owned in enumerate(self.runs)
             if self._shards.home(owned.bucket).is_device == on_device
         )
@@ -306,7 +337,7 @@ class ShardUpdate:
             absent = absent if absent.device == step.device else absent.to(step.device)
             found_inf = absent if inputs.found_inf is None else torch.maximum(inputs.found_inf, absent)
             inputs = inputs._replace(found_inf=found_inf)
-        self._optimizer.update(index, owned.run, step, inputs, buffers=buffers)
+        self._optimizer.update(index, self._tensors(owned), step, inputs, buffers=buffers)
 
     def _separate(self, name: str) -> None:
         """Divide the runs that a parameter lies in, so that its elements are runs of their own from here on."""
@@ -317,20 +348,41 @@ class ShardUpdate:
         for owned in self.runs:
             fragment = owned.bucket.fragment_of(name, owned.within)
             parts = [owned] if fragment is None else list(_divided(owned, fragment))
-            if fragment is not None:
-                self._optimizer.divide(len(divided), [part.run for part in parts])
+            if fragment is not None and not self._optimizer.moments:
+                self._optimizer.divide(len(divided), [self._bound(part) for part in parts])
             divided += parts
         self.runs = divided
 
-    def _runs(self, bucket: Bucket, sub_group_numel: int) -> Iterator[OwnedRun]:
-        shards = self._shards
-        section = shards.layout.sections[bucket.section]
-        for group, piece in section.group_runs(shards.owned(bucket)):
-            for start in range(piece.start, piece.stop, sub_group_numel):
-                within = Range(start, min(start + sub_group_numel, piece.stop))
-                moments = {kind: shards.moment(kind, bucket, within) for kind in shards.moment_kinds}
-                master, gradient = shards.master(bucket, within), shards.reduced_gradient(bucket, within)
-                yield OwnedRun(bucket, within, Run(master, gradient, moments, group))
+    def _runs(self, sub_group: SubGroup) -> Iterator[OwnedRun]:
+        section = self._shards.layout.sections[sub_group.bucket.section]
+        for group, within in section.group_runs(sub_group.within):
+            run = OwnedRun(sub_group, within, group, None)
+            yield run if self._shards.is_in_files(sub_group.bucket) else run._replace(tensors=self._tensors(run))
+
+    def _own_state(self, index: int, owned: OwnedRun, within: Range) -> Mapping[str, Tensor | StateElsewhere]:
+        """Return the state of a part of a run that a torch optimizer keeps, by kind; empty before its first step."""
+        if self._optimizer.moments:
+            return {}
+        state = self._optimizer.state(index, self._bound(owned))
+        if owned.tensors is None:
+            return {kind: self._shards.moment_source(kind, owned.bucket, within) for kind in state}
+        start = within.start - owned.within.start
+        return {kind: tensor[start : start + within.numel] for kind, tensor in state.items()}
+
+    def _bound(self, owned: OwnedRun) -> Run:
+        """Return a run's tensors, without elements where the states are in files and come for an update only."""
+        if owned.tensors is not None:
+            return owned.tensors
+        nothing = torch.empty(0, dtype=self._shards.plan.optimizer.dtype)
+        return Run(nothing, nothing, {}, owned.group)
+
+    def _tensors(self, owned: OwnedRun) -> Run:
+        """Return the tensors of a run; those at home in files come to host memory for it."""
+        if owned.tensors is not None:
+            return owned.tensors
+        shards, bucket, within = self._shards, owned.bucket, owned.within
+        moments = {kind: shards.moment(kind, bucket, within) for kind in shards.kinds_of(bucket)}
+        return Run(shards.master(bucket, within), shards.reduced_gradient(bucket, within), moments, owned.group)
 
 
 def _at_home(home: StateHome, step: Tensor, inputs: StepInputs) -> _HomeStep:
@@ -347,5 +399,5 @@ def _divided(owned: OwnedRun, fragment: Fragment) -> Iterator[OwnedRun]:
         (Range(cuts.stop, stop), ""),
     ):
         if part.numel > 0:
-            run = owned.run.part(part.start - start, part.stop - start)
-            yield OwnedRun(owned.bucket, part, run, name or owned.parameter)
+            run = None if owned.tensors is None else owned.tensors.part(part.start - start, part.stop - start)
+            yield OwnedRun(owned.sub_group, part, owned.group, run, name or owned.parameter)

@@ -234,7 +234,7 @@ def test_state_that_does_not_tile_is_refused(tmp_path: Path) -> None:
     state = make_state()
     fragments = Layout().fragments(0, state)
     whole = next(fragment for fragment in fragments if fragment.spec.name == "proj.weight")
-    short = whole._replace(stop=whole.stop - 1, tensor=whole.tensor[:-1])
+    short = whole._replace(stop=whole.stop - 1, source=whole.tensor[:-1])
     world = LocalCommunicator()
     for wrong, message in (([short], r"\[4:5,11:12\]\n.*stored nowhere"), ([whole, whole], "stored more than once")):
         with pytest.raises(CheckpointError, match=message):

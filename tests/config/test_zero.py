@@ -22,7 +22,7 @@ def test_defaults_are_megazeros_own() -> None:
     assert (zero.communication_data_type, zero.gradient_predivide_factor) == ("auto", 1.0)
     off = {"prescale_gradients", "enable_sanity_checks"}
     switches = {info.name: info.default for info in describe("zero", ZeroConfig) if info.kind == "bool"}
-    assert {name for name, value in switches.items() if not value} == off and len(switches) == 11
+    assert {name for name, value in switches.items() if not value} == off and len(switches) == 13
 
 
 def test_stage_3s_settings_have_deepspeeds_other_name_too() -> None:

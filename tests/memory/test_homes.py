@@ -185,21 +185,25 @@ def test_what_is_narrowed_travels_narrow() -> None:
     assert torch.equal(target, values(1, torch.bfloat16))
 
 
-def test_two_temporaries_travel_at_once() -> None:
-    """The third narrowing waits for the first copy, whose temporary it takes, and for no later one."""
+def test_all_narrowed_weights_travel_at_once() -> None:
+    """Only a second narrowing of the same weights waits, for their first copy, whose memory it takes."""
     home = narrowing(NUMEL)
-    targets = [torch.zeros(NUMEL, dtype=torch.bfloat16) for _ in range(5)]
-    arrivals = []
-    for number, target in enumerate(targets):
-        arrivals.append(home.load(target, values(number)))
-        assert [is_unwritten(each) for each in targets[: number + 1]] == [
-            place > number - 2 for place in range(number + 1)
-        ]
-    arrivals[-1].finish()
+    sources, targets = ([make(number) for number in range(5)] for make in (values, lambda number: zeros()))
+    for source, target in zip(sources, targets, strict=True):
+        home.load(target, source)
+    assert all(map(is_unwritten, targets))
+    again = zeros()
+    sources[1].add_(1.0)
+    arrival = home.load(again, sources[1])
+    assert [is_unwritten(target) for target in (*targets, again)] == [False, False, True, True, True, True]
+    arrival.finish()
     for number, target in enumerate(targets):
         assert torch.equal(target, values(number, torch.bfloat16)), number
-    pool = home.scratch(FusedBuffers(0, CPU))
-    assert isinstance(pool, FusedBuffers) and pool.total_bytes == 2 * 2 * NUMEL
+    assert torch.equal(again, sources[1].bfloat16())
+
+
+def zeros() -> Tensor:
+    return torch.zeros(NUMEL, dtype=torch.bfloat16)
 
 
 def test_temporaries_of_different_sizes_among_copies_without() -> None:

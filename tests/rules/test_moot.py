@@ -36,6 +36,7 @@ class Case(NamedTuple):
 
 
 STAGE_3: Settings = {"zero_stage": 3}
+IN_FILES: Settings = {"offload_optimizer": "nvme", "nvme_path": "/tmp"}
 INCREASE: Settings = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.01, "end_weight_decay": 0.1}
 FP16: Settings = {"precision": "fp16"}
 BF16: Settings = {"precision": "bf16"}
@@ -72,6 +73,20 @@ SHARED_CASES = (
     Case("offload_optimizer", "cpu", ERROR, {"offload_optimizer_ratio": 0.0}, {}),
     Case("offload_optimizer_ratio", 0.5, ERROR, {}, {"offload_optimizer": "cpu"}),
     Case("offload_pin_memory", False, ERROR, STAGE_3, {**STAGE_3, "offload_param": "cpu"}),
+    *(
+        Case(name, value, ERROR, {"offload_optimizer": "cpu"}, IN_FILES)
+        for name, value in (
+            ("offload_optimizer_nvme_ratio", 0.5),
+            ("offload_buffer_count", 9),
+            ("offload_pipeline_read", False),
+            ("offload_pipeline_write", False),
+            ("aio_block_size", 8192),
+            ("aio_queue_depth", 3),
+        )
+    ),
+    Case("offload_param_buffer_count", 2, ERROR, STAGE_3, {**STAGE_3, "offload_param": "nvme", "nvme_path": "/tmp"}),
+    Case("offload_param_max_in_cpu", 9, ERROR, STAGE_3, {**STAGE_3, "offload_param": "nvme", "nvme_path": "/tmp"}),
+    Case("nvme_path", "/tmp", ERROR, {}, {"offload_optimizer": "nvme"}),
     Case("loss_scale", 8.0, NOTICE, BF16, FP16),
     Case("initial_loss_scale", 4.0, NOTICE, {}, FP16),
     Case("min_loss_scale", 2.0, NOTICE, BF16, FP16),
@@ -559,7 +574,8 @@ def test_the_library_tells_the_same(case: Case) -> None:
 
 def _section(name: str, values: Settings) -> Any:
     kind: Any = type(getattr(EngineConfig(), name))
-    return kind(**values)
+    paths = {setting: Path(value) for setting, value in values.items() if INFO[setting].kind == "path"}
+    return kind(**values | paths)
 
 
 def test_what_a_model_decides_for_itself() -> None:

@@ -1,16 +1,20 @@
-"""Copies that finish as late as they may: when somebody waits for them.  Until then their targets are full of NaN.
+"""Copies, reads and writes that finish as late as they may: when somebody waits for them.
 
-What is queued `ahead` waits, unless ranks are alone: the gather of one rank does nothing, and so waits for nothing.
+Until then their targets are full of NaN, and so is the memory of what is in a file alone.  What is queued `ahead`
+waits, unless ranks are alone: the gather of one rank does nothing, and so waits for nothing.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+from megazero.memory.block_file import AlignedMemory, BlockIO, Transfer
 
 
 class LateCopies:
@@ -54,6 +58,32 @@ class _LateArrival:
 
 @contextmanager
 def late_copies(*, waits_ahead: bool = True) -> Iterator[None]:
-    """Let all copies between a home and the device be late that engines made inside begin."""
-    with patch("megazero.memory.homes.copy_stream", partial(LateCopies, waits_ahead=waits_ahead)):
+    """Let all be late that engines made inside copy between a home and the device, and read from files and write."""
+    requests: deque[Callable[[], None]] = deque()
+
+    def submit(io: BlockIO, request: Callable[[], None]) -> None:
+        requests.append(request)
+
+    def finish(transfer: Transfer) -> None:
+        while not transfer.is_done:
+            requests.popleft()()
+
+    with (
+        patch("megazero.memory.homes.copy_stream", partial(LateCopies, waits_ahead=waits_ahead)),
+        patch.object(BlockIO, "submit", submit),
+        patch.object(Transfer, "finish", finish),
+        patch.object(AlignedMemory, "lease", _poisoned(AlignedMemory.lease)),
+        patch.object(AlignedMemory, "free", _poisoned(AlignedMemory.free)),
+    ):
         yield
+
+
+def _poisoned(call: Callable[[AlignedMemory, Any], Any]) -> Callable[[AlignedMemory, Any], Any]:
+    """Return the call of a pool that fills the buffer, which it takes or returns, with NaN of every format."""
+
+    def filled(pool: AlignedMemory, given: Any) -> Any:
+        found = call(pool, given)
+        (given if found is None else found).fill_(0xFF)
+        return found
+
+    return filled

@@ -11,9 +11,11 @@ that comes out has itself passed `is_legal`.
 
 import functools
 import random
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 from support.configs import make_run
@@ -43,8 +45,10 @@ DIMENSIONS: Grid = {
     "sequence_parallel": (False, True),
     "recompute": ("none", "selective", "full"),
     "partitions_checkpoints": (False, True),
-    "home": ("device", "host"),
+    "home": ("device", "host", "files"),
 }
+# {home: the device that offloading names}
+_DEVICES = MappingProxyType({"device": "none", "host": "cpu", "files": "nvme"})
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,9 @@ class Layout:
             "zero3_reshard_after": self.reshard_after,
             "recompute_granularity": self.recompute,
             "partition_activations": self.partitions_checkpoints,
-            "offload_optimizer": "none" if self.home == "device" else "cpu",
-            "offload_param": "none" if self.home == "device" or self.stage < 3 else "cpu",
+            "offload_optimizer": _DEVICES[self.home],
+            "offload_param": _DEVICES[self.home if self.stage == 3 else "device"],
+            "nvme_path": tempfile.gettempdir() if self.home == "files" else None,
         }
 
     def cell(self, **changes: Any) -> Cell:
@@ -104,7 +109,7 @@ class Layout:
         window = "window" if self.reshard_after == "window" else ""
         sequence, sliced = "sp" * self.sequence_parallel, "pa" * self.partitions_checkpoints
         recompute = "" if self.recompute == "none" else self.recompute
-        home = "host" if self.home == "host" else ""
+        home = "" if self.home == "device" else self.home
         words = (f"tp{self.tp} pp{self.pp} dp{self.dp} m{self.accumulation}", self.schedule, chunks)
         return " ".join(filter(None, (*words, f"zero{self.stage}", window, sequence, recompute, sliced, home)))
 

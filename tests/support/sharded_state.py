@@ -95,7 +95,7 @@ def local_tensor(spec: ParamSpec, full: Tensor) -> Tensor:
 
 def blank(fragments: list[StateFragment]) -> list[StateFragment]:
     """Return the same fragments with PADDING in every element, to be filled by a reader."""
-    return [fragment._replace(tensor=torch.full_like(fragment.tensor, PADDING)) for fragment in fragments]
+    return [fragment._replace(source=torch.full_like(fragment.tensor, PADDING)) for fragment in fragments]
 
 
 def assert_same(got: list[StateFragment], expected: list[StateFragment]) -> None:

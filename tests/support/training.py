@@ -141,6 +141,7 @@ class Outcome:
     persistent_numel: int  # elements of parameters that are not partitioned
     seconds: float
     host_states: dict[str, int]
+    file_states: dict[str, int]
 
     def full(self, others: Iterable["Outcome"], kind: str = "weight") -> dict[str, Tensor]:
         """Assemble full tensors from the boxes that all ranks own."""
@@ -167,13 +168,14 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     start = time.perf_counter()
     figures, comm_bytes = run_steps(config, core, cell.steps)
     seconds = time.perf_counter() - start
-    core.engine.close()
     saved = [box for fragment in core.engine.owned_state() for box in boxes(fragment)]
     states = asdict(core.engine.model_state_bytes())
     layout = (padded_numel(core.engine.layout, trainable=True), core.engine.layout.used_numel(trainable=True))
     unit_numel = {section.unit: section.numel for section in core.engine.layout.sections}
     gathered = core.engine.gathered_numel
     persistent = sum(section.numel for section in core.engine.layout.sections if not section.partitioned)
+    away = [asdict(core.engine.model_state_bytes(home)) for home in (Home.HOST, Home.FILE)]
+    core.engine.close()
     return Outcome(
         *zip_figures(figures),
         saved,
@@ -184,7 +186,7 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
         gathered,
         persistent,
         seconds,
-        asdict(core.engine.model_state_bytes(Home.HOST)),
+        *away,
     )
 
 

@@ -7,6 +7,7 @@ until then, so that nothing can have read it before.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,11 +17,13 @@ from support.ledgered_step import Held, ledgered_step
 from support.processes import run_ranks
 from support.training import SETTINGS, Cell, Outcome, train_on_rank, write_text_corpus
 
-from megazero.zero.plan import Home, host_traffic, model_state_bytes, resolve
+from megazero.zero.plan import Home, file_traffic, host_traffic, model_state_bytes, resolve
 
 OPTIMIZER = {"offload_optimizer": "cpu"}
 PARAMETERS = {"offload_param": "cpu"}
 BOTH = {**OPTIMIZER, **PARAMETERS}
+FILES = {"offload_optimizer": "nvme"}
+PARAMETER_FILES = {"offload_param": "nvme"}
 # By which the first step overflows, and later ones do not.
 SCALE = {"initial_loss_scale": 2.0**18, "hysteresis": 1}
 
@@ -74,6 +77,33 @@ CASES = (
     Case(Cell(dp=2, stage=3, precision="fp32"), OPTIMIZER),
     Case(Cell(pp=2, dp=2, stage=3, precision="fp16", accumulation=2, settings=SCALE), PARAMETERS),
     Case(Cell(stage=3, precision="fp32", settings={"recompute_granularity": "full"}), OPTIMIZER),
+    Case(Cell(dp=2, stage=1, precision="bf16", accumulation=2), FILES),
+    Case(
+        Cell(dp=3, stage=2, precision="fp16", settings={**SCALE, "global_batch_size": 12}),
+        {**FILES, "sub_group_size": 1000, "aio_block_size": 4096, "offload_buffer_count": 4},
+    ),
+    Case(
+        Cell(pp=2, dp=2, stage=2, precision="fp32", accumulation=4),
+        {**FILES, "offload_pipeline_read": False, "offload_buffer_count": 3, "sub_group_size": 500},
+    ),
+    Case(
+        Cell(tp=2, dp=2, stage=3, precision="bf16", settings={"sequence_parallel": True}),
+        {**FILES, **PARAMETERS, "offload_pipeline_write": False, "sub_group_size": 700},
+    ),
+    Case(
+        Cell(dp=2, stage=3, precision="bf16", accumulation=2, settings={"max_live_parameters": 0}),
+        {**FILES, **PARAMETER_FILES, "offload_param_buffer_count": 1},
+    ),
+    Case(
+        Cell(pp=2, dp=2, stage=3, precision="fp16", settings={**SCALE, "param_persistence_threshold": 100}),
+        {**PARAMETER_FILES, "offload_param_max_in_cpu": 10_000},
+    ),
+    Case(Cell(stage=3, precision="fp32", settings={"overlap_comm": False}), {**OPTIMIZER, **PARAMETER_FILES}),
+    Case(Cell(dp=2, stage=2, precision="bf16", settings={"optimizer": "sgd", "sgd_momentum": 0.9}), FILES),
+    Case(
+        Cell(dp=2, stage=1, precision="fp32"),
+        {**FILES, "offload_optimizer_ratio": 0.7, "offload_optimizer_nvme_ratio": 0.5},
+    ),
 )
 
 
@@ -85,24 +115,27 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def compare(rank: int, case: Case, prefix: str) -> tuple[Outcome, Outcome]:
     """Train both ways on this rank."""
     plain = train_on_rank(rank, case.cell, prefix)
+    folder = {"nvme_path": str(Path(prefix).parent)} if "nvme" in case.moved.values() else {}
     with late_copies():
-        moved = train_on_rank(rank, case.cell.with_settings(case.moved), prefix)
+        moved = train_on_rank(rank, case.cell.with_settings({**case.moved, **folder}), prefix)
     return plain, moved
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cell} {'+'.join(case.moved)}")
 def test_a_home_changes_no_bit(case: Case, corpus: str) -> None:
-    for plain, moved in run_ranks(case.cell.world_size, compare, case, corpus):
+    outcomes = run_ranks(case.cell.world_size, compare, case, corpus)
+    for plain, moved in outcomes:
         check_bytes(case, plain, moved)
         assert moved.losses == plain.losses
         assert list(map(str, moved.grad_norms)) == list(map(str, plain.grad_norms))  # not finite where a step overflows
         assert moved.skipped == plain.skipped
         assert not all(plain.skipped) and all(map(math.isfinite, plain.losses))
-        assert len(moved.saved) == len(plain.saved)
-        for ours, theirs in zip(moved.saved, plain.saved, strict=True):
-            assert ours[:4] == theirs[:4]
-            assert torch.equal(ours.values, theirs.values), (ours.name, ours.kind)
+    plain, moved = zip(*outcomes, strict=True)
+    for kind in {box.kind for outcome in plain for box in outcome.saved}:
+        wanted, found = plain[0].full(plain[1:], kind), moved[0].full(moved[1:], kind)
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), kind
 
 
 def check_bytes(case: Case, plain: Outcome, moved: Outcome) -> None:
@@ -111,17 +144,32 @@ def check_bytes(case: Case, plain: Outcome, moved: Outcome) -> None:
     plan = resolve((config := cell.config("corpus")).zero, config.precision)
     padded, _ = moved.layout
     assert "host" not in plain.comm_bytes and not any(plain.host_states.values())
+    in_files = {"write": 0, "read": 0, **moved.comm_bytes.get("file", {})}
+    if config.optimizer.optimizer != "sgd":
+        assert in_files["write"] == sum(moved.file_states.values())
+    passes = 2 * cell.accumulation if plan.parameter.home is Home.FILE else 1  # that gather
+    assert in_files["read"] <= passes * in_files["write"], "what is still in a buffer is not read again"
     if "offload_optimizer_ratio" in case.moved:  # whole buckets leave, so that the share is met within half of one
-        away, stay = (states["master"] // 4 for states in (moved.host_states, moved.model_state_bytes))
+        found = {Home.DEVICE: moved.model_state_bytes, Home.HOST: moved.host_states, Home.FILE: moved.file_states}
+        # At full precision the device has no master weights, and without momentum SGD has no moments.
+        numel = {home: max(states["master"], states["moments"] // 2) // 4 for home, states in found.items()}
         bucket = SETTINGS["reduce_bucket_size"] // cell.dp
-        assert abs(away - config.zero.offload_optimizer_ratio * (away + stay)) <= bucket / 2
+        for home, share in numel.items():
+            assert abs(share - plan.share_at(home) * sum(numel.values())) <= bucket
         return
     persistent = moved.persistent_numel if cell.stage == 3 else 0
+    if config.optimizer.optimizer == "sgd":  # the formulas are Adam's
+        return
     if not persistent:
         assert moved.host_states == asdict(model_state_bytes(plan, padded, cell.dp, Home.HOST))
+        assert moved.file_states == asdict(model_state_bytes(plan, padded, cell.dp, Home.FILE))
+        bound = file_traffic(plan, padded, cell.dp, cell.accumulation)
+        assert in_files["write"] == bound.write and in_files["read"] <= bound.read
         assert moved.model_state_bytes == asdict(model_state_bytes(plan, padded, cell.dp))
-    gathered = moved.comm_bytes.get("dp", {}).get("all_gather", 0) if plan.parameter.home is Home.HOST else 0
-    if cell.dp > 1 and not config.parallel.sequence_parallel:  # whose partial gradients come back to be summed
+    gathered = moved.comm_bytes.get("dp", {}).get("all_gather", 0) if plan.parameter.home is not Home.DEVICE else 0
+    if cell.dp > 1 and not (
+        persistent or config.parallel.sequence_parallel
+    ):  # whose partial gradients come back to be summed
         is_away = plan.gradient.home is Home.HOST
         tied = moved.comm_bytes.get("ends", {}).get("all_reduce", 0) if is_away else 0  # of two ranks: the bytes summed
         step = host_traffic(plan, padded, cell.dp, cell.accumulation, num_gathers=0)

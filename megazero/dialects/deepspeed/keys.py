@@ -51,12 +51,25 @@ _ZERO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 _LEAVES = MappingProxyType(
     {f"leaf_module_{name}": f"zero_optimization.leaf_module.{name}" for name in ("classes", "names", "name_suffixes")}
 )
-# {setting: the key of the section of what is offloaded}; the defaults are the same.
+# {setting: the key of the section of what is offloaded}; the defaults are the same but for one.
 _OFFLOADED = MappingProxyType(
     {
         "offload_optimizer": "zero_optimization.offload_optimizer.device",
         "offload_optimizer_ratio": "zero_optimization.offload_optimizer.ratio",
         "offload_param": "zero_optimization.offload_param.device",
+        "offload_param_max_in_cpu": "zero_optimization.offload_param.max_in_cpu",
+    }
+)
+_MAX_IN_CPU = 1_000_000_000
+# {setting: the key of files}; left out, the settings have defaults of their own, since no result depends on them.
+_FILES = MappingProxyType(
+    {
+        "offload_buffer_count": "zero_optimization.offload_optimizer.buffer_count",
+        "offload_pipeline_read": "zero_optimization.offload_optimizer.pipeline_read",
+        "offload_pipeline_write": "zero_optimization.offload_optimizer.pipeline_write",
+        "offload_param_buffer_count": "zero_optimization.offload_param.buffer_count",
+        "aio_block_size": "aio.block_size",
+        "aio_queue_depth": "aio.queue_depth",
     }
 )
 # {a key of the time before those sections: the setting and the value that it stands for where it is true}
@@ -66,6 +79,8 @@ OLD_OFFLOAD: Mapping[str, str] = MappingProxyType(
         "zero_optimization.cpu_offload_param": "offload_param",
     }
 )
+# The keys of the folder of files.
+NVME_KEYS = ("zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path")
 # The keys that pin host memory, which is pinned for all that is offloaded or for none.
 PIN_KEYS = (
     "zero_optimization.offload_optimizer.pin_memory",
@@ -84,6 +99,7 @@ ZERO_KEYS: Mapping[str, str] = MappingProxyType(
         **{("zero_stage" if name == "stage" else name): f"zero_optimization.{name}" for name in _ZERO_DEFAULTS},
         **_LEAVES,
         **_OFFLOADED,
+        **_FILES,
         "communication_data_type": "communication_data_type",
         "prescale_gradients": "prescale_gradients",
         "gradient_predivide_factor": "gradient_predivide_factor",
@@ -94,10 +110,12 @@ ZERO_KEYS: Mapping[str, str] = MappingProxyType(
 def _zero_keys() -> dict[str, FieldInfo]:
     fields = {info.name: info for info in SETTINGS[ZeroConfig]}
     same = {**_LEAVES, **_OFFLOADED}
-    defaults = {field: fields[field].default for field in same} | {
+    defaults = {field: fields[field].default for field in same} | dict.fromkeys(_FILES)
+    defaults |= {"offload_param_max_in_cpu": _MAX_IN_CPU}
+    defaults |= {
         field: _ZERO_DEFAULTS[path.rpartition(".")[2]]
         for field, path in ZERO_KEYS.items()
-        if "." in path and field not in same
+        if "." in path and field not in defaults
     }
     return {
         ZERO_KEYS[field]: replace(
@@ -184,6 +202,7 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("fp16.min_loss_scale", "float", 1.0, ge=0),
             key("fp16.auto_cast", "bool", False),
             *(key(path, "bool", None) for path in (*OLD_OFFLOAD, *PIN_KEYS)),
+            *(key(path, "str", None) for path in NVME_KEYS),
         )
     }
 )
@@ -221,7 +240,6 @@ def _paths(rows: Iterable[tuple[str, str, str]]) -> Mapping[str, str]:
 
 _NO_CUT = "a configuration does not cut a model into pipeline stages"
 _WHOLE_SEQUENCES = "attention sees whole sequences"
-_NO_FILES = "it is about files, and what is offloaded lives in host memory"
 _STREAMS = "it chooses how a gather moves its bytes, and here every gather is one all-gather into place"
 
 ACCEPTED: Mapping[str, str] = _paths(
@@ -230,7 +248,8 @@ ACCEPTED: Mapping[str, str] = _paths(
         ("wall_clock_breakdown times the parts of a step, and nothing else is timed", "", "memory_breakdown timers"),
         ("any optimizer that works element by element runs under ZeRO", "", "zero_allow_untested_optimizer"),
         ("an optimizer whose home is host memory is torch's own there too", "", "zero_force_ds_cpu_optimizer"),
-        (_NO_FILES, "", "aio"),
+        ("each of queue_depth requests has a thread of its own", "aio", "thread_count intra_op_parallelism"),
+        ("a thread makes one request at a time", "aio", "single_submit overlap_events"),
         ("the caller's data loader decides", "", "dataloader_drop_last"),
         ("the model knows its vocabulary", "", "vocabulary_size"),
         ("Python's garbage collector is left as it is", "", "disable_python_gc"),
@@ -270,11 +289,11 @@ ACCEPTED: Mapping[str, str] = _paths(
         ("nothing is cached that could warn", "zero_optimization", "log_trace_cache_warnings"),
         ("there is no Muon", "zero_optimization", "save_muon_momentum_buffer_in_memory"),
         (
-            _NO_FILES,
+            "moments begin as zeros, which are not written before the first step",
             "zero_optimization.offload_optimizer",
-            "nvme_path buffer_count pipeline_read pipeline_write fast_init",
+            "fast_init",
         ),
-        (_NO_FILES, "zero_optimization.offload_param", "nvme_path buffer_count buffer_size max_in_cpu"),
+        ("a buffer is as large as a bucket's partition", "zero_optimization.offload_param", "buffer_size"),
         (_NO_CUT, "pipeline", "partition seed_layers pipe_partitioned grad_partitioned use_reentrant"),
         (
             "a configuration does not split a model",

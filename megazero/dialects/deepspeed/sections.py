@@ -11,7 +11,7 @@ A key that is "auto" contributes no setting, so that megazero's own default or t
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -33,6 +33,7 @@ from megazero.dialects.deepspeed.keys import (
     AUTOCAST,
     BATCH_KEYS,
     HONOURED,
+    NVME_KEYS,
     OLD_OFFLOAD,
     PIN_KEYS,
     PRECISION_KEYS,
@@ -154,13 +155,20 @@ def _translate_offloading(translation: Translation) -> None:
             file.diagnostics.problems.append(Problem(f"{old.source} and {new.source}", rule, "one of the two"))
         elif old.value:
             translation.write(setting, value, old.source)
-    pins = [pin for path in PIN_KEYS if (pin := file.written(path)) is not None and _moves(file, path)]
-    if len({pin.value for pin in pins}) > 1:
-        given = " and ".join(pin.source for pin in pins)
-        rule = "host memory is pinned for all that is offloaded, or for none of it"
+    rule = "host memory is pinned for all that is offloaded, or for none of it"
+    _translate_shared(translation, "offload_pin_memory", PIN_KEYS, rule)
+    _translate_shared(translation, "nvme_path", NVME_KEYS, "a process makes all its files in one folder")
+
+
+def _translate_shared(translation: Translation, setting: str, paths: Sequence[str], rule: str) -> None:
+    """Translate the keys of one setting in the sections of what is offloaded; rule: that they have one value."""
+    file = translation.file
+    found = [key for path in paths if (key := file.written(path)) is not None and _moves(file, path)]
+    if len({key.value for key in found}) > 1:
+        given = " and ".join(key.source for key in found)
         file.diagnostics.problems.append(Problem(given, rule, "the same value in both sections"))
-    elif pins:
-        translation.write("offload_pin_memory", pins[0].value, pins[0].source)
+    elif found:
+        translation.write(setting, found[0].value, found[0].source)
 
 
 def _moves(file: ParsedFile, path: str) -> bool:

@@ -79,6 +79,7 @@ OTHERS = {
     "zero_optimization.offload_optimizer.device": "none",
     "zero_optimization.offload_optimizer.ratio": 1.0,
     "zero_optimization.offload_param.device": "none",
+    "zero_optimization.offload_param.max_in_cpu": 1_000_000_000,
     "fp16.enabled": False,
     "fp16.loss_scale": 0.0,
     "fp16.initial_scale_power": 16,
@@ -120,12 +121,16 @@ def test_absent_keys_have_deepspeeds_defaults() -> None:
 def test_every_setting_of_zero_has_its_key() -> None:
     """Every setting has a key but one for pipelines, which DeepSpeed does not combine with partitioned parameters.
 
-    Pinning has several keys.
+    Pinning and the folder of files have several keys, and DeepSpeed does not share states out between memory and files.
     """
     fields = {field.name for field in dataclasses.fields(ZeroConfig)}
-    assert set(ZERO_KEYS) == fields - {"zero3_reshard_after", "offload_pin_memory"} and all(
-        path in HONOURED for path in ZERO_KEYS.values()
-    )
+    assert set(ZERO_KEYS) == fields - {
+        "zero3_reshard_after",
+        "offload_pin_memory",
+        "nvme_path",
+        "offload_optimizer_nvme_ratio",
+    }
+    assert all(path in HONOURED for path in ZERO_KEYS.values())
 
 
 def test_settings_of_activations_have_their_keys() -> None:
