@@ -3,11 +3,15 @@
     cores of a process      its affinity (Linux), or all cores
     memory to share         a file in memory (Linux), or a temporary file without a name
     locks of files          flock, or os.lockf where python has no fcntl
+    reserved disk space     posix_fallocate (Linux), or a comparison with what is free
+    reads past the cache    O_DIRECT (Linux), where the file system has it too
     most memory resident    getrusage, in KiB or in bytes (macOS); 0 where python has no resource
 
 Windows is refused (`megazero.interrupts`).
 """
 
+import errno
+import mmap
 import os
 import sys
 import tempfile
@@ -15,6 +19,8 @@ from pathlib import Path
 
 # A container's share of time: "QUOTA PERIOD" in microseconds of all cores together; "max" where there is no limit.
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+# What a call that a file system does not have ends in.
+_MISSING = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def usable_cores() -> int:
@@ -36,6 +42,54 @@ def nameless_file(size: int) -> int:
         os.unlink(path)
     os.ftruncate(file, size)
     return file
+
+
+def free_space(file: int) -> int | None:
+    """Return the bytes that users may still write to an open file's file system, None if it has no limit of its own."""
+    found = os.fstatvfs(file)
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def reserve_space(file: int, size: int) -> None:
+    """Extend an empty file to `size` bytes that have their places on the disk; raise OSError where it has too few.
+
+    Where places cannot be reserved, the size is only compared with what is free now.
+    """
+    free = free_space(file)
+    # Compared in any case, because some file systems, such as ext4, are full for a while before they refuse.
+    if free is not None and size > free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        os.ftruncate(file, 0)  # what it has reserved is everybody's again
+        if error.errno not in _MISSING:
+            raise
+    os.ftruncate(file, size)
+
+
+def bypass_page_cache(file: int, page_size: int) -> bool:
+    """Make an open file's reads and writes go past the page cache; return False where that cannot be.
+
+    They are then in multiples of `page_size`, in the file and in memory.  One page of zeros is written, at the file's
+    beginning, since some file systems accept the flag and refuse the writes.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    from fcntl import F_GETFL, F_SETFL, fcntl
+
+    flags = fcntl(file, F_GETFL)
+    try:
+        fcntl(file, F_SETFL, flags | os.O_DIRECT)
+        with mmap.mmap(-1, page_size) as zeros:  # its address is a multiple of the system's pages
+            os.pwrite(file, zeros, 0)
+    except OSError as error:
+        if error.errno not in _MISSING:
+            raise
+        fcntl(file, F_SETFL, flags)
+        return False
+    return True
 
 
 def lock_file(file: int, *, wait: bool, shared: bool = False) -> bool:

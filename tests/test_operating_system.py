@@ -1,14 +1,27 @@
 """Tests of what is used where the operating system lacks one of Linux's calls."""
 
+import errno
+import fcntl
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.mounts import ext4_disk, free_bytes, small_disk
 
 from megazero import operating_system
-from megazero.operating_system import lock_file, nameless_file, peak_resident_bytes, unlock_file, usable_cores
+from megazero.operating_system import (
+    bypass_page_cache,
+    free_space,
+    lock_file,
+    nameless_file,
+    peak_resident_bytes,
+    reserve_space,
+    unlock_file,
+    usable_cores,
+)
 
 
 def test_all_cores_count_where_a_process_has_no_affinity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,6 +47,59 @@ def test_a_nameless_file_is_zeros_that_no_folder_holds(
         assert os.fstat(file).st_blocks == 0, "memory is used where it is written"
     finally:
         os.close(file)
+
+
+def refuse(*words: object) -> None:
+    raise OSError(errno.EOPNOTSUPP, "not supported")
+
+
+@pytest.mark.parametrize("call", ["there", "refused", "missing"])
+def test_space_is_reserved_or_at_least_compared(call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if call == "refused":  # as musl does where a file system cannot
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    elif call == "missing":
+        monkeypatch.delattr(os, "posix_fallocate")
+    with small_disk(tmp_path / "disk") as folder, open(folder / "file", "wb") as stream:
+        assert free_space(stream.fileno()) == 1 << 20
+        with pytest.raises(OSError, match="No space left on device"):
+            reserve_space(stream.fileno(), (1 << 20) + 1)
+        assert os.fstat(stream.fileno()).st_size == 0
+        reserve_space(stream.fileno(), 100_000)
+        status = os.fstat(stream.fileno())
+        assert status.st_size == 100_000
+        assert (512 * status.st_blocks >= 100_000) == (call == "there")
+
+
+def test_what_does_not_fit_reserves_nothing(tmp_path: Path) -> None:
+    """A call that ext4 refuses has reserved all the space that there was; its last part is root's alone."""
+    with ext4_disk(tmp_path) as (folder, _), open(folder / "file", "wb") as stream:
+        free, all_free = free_space(stream.fileno()), free_bytes(folder)
+        assert free is not None and free < all_free
+        with pytest.raises(OSError, match="No space left on device"):
+            reserve_space(stream.fileno(), free + 1)
+        assert free_bytes(folder) == all_free
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                reserve_space(stream.fileno(), 200_000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert (os.fstat(stream.fileno()).st_size, free_bytes(folder)) == (0, all_free)
+
+
+def test_pages_go_past_the_cache_where_they_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with open(tmp_path / "file", "w+b") as stream:
+        file = stream.fileno()
+        os.ftruncate(file, 8192)
+        # Where a file system refuses writes of 100 bytes, any others go through the cache as before.
+        if not bypass_page_cache(file, 100):
+            assert fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT == 0
+            assert os.pwrite(file, b"abc", 1) == 3
+        assert bypass_page_cache(file, 4096) == bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+    monkeypatch.delattr(os, "O_DIRECT")
+    with open(tmp_path / "other", "w+b") as stream:
+        assert not bypass_page_cache(stream.fileno(), 4096)
 
 
 def elsewhere(work: Callable[[], bool]) -> bool:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 MISSING_MODULES = ("fcntl", "resource")
-MISSING_CALLS = ("memfd_create", "pidfd_open", "posix_fadvise", "sched_getaffinity", "sched_setaffinity")
+MISSING_CALLS = (
+    *("O_DIRECT", "memfd_create", "pidfd_open", "posix_fadvise", "posix_fallocate"),
+    *("sched_getaffinity", "sched_setaffinity"),
+)
 # {module: the name that it has for a path of Linux's}
 MISSING_PATHS = {"owner": "_PROCESSES", "operating_system": "_QUOTA", "tensor_parallel.onednn": "_PROCESSOR"}
 
