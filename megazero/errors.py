@@ -82,6 +82,12 @@ class DamageError(CheckpointError):
         self.files = frozenset(files)
 
 
+class FileError(UserError):
+    """A file that holds model states cannot be made, written or read, or is damaged."""
+
+    kind = "file error"
+
+
 class TopologyError(UserError):
     """The number of processes or devices does not fit the layout."""
 
