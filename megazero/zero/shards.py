@@ -340,7 +340,8 @@ class Shards:
         if target.is_device:
             return home.load(working, master)
         if home.is_device:
-            target.store(working, master.to(working.dtype)).finish()  # before the narrowed copy is freed
+            narrowed = master.to(working.dtype)
+            target.store(working, narrowed).finish()  # before it is freed
         else:
             working.copy_(master)
         return ARRIVED

@@ -11,10 +11,11 @@ import pytest
 import torch
 from support.each import each
 from support.late_copies import LateCopies, late_copies
+from torch import Tensor
 
 from megazero.errors import FileError
 from megazero.memory.block_file import AlignedMemory, BlockIO
-from megazero.memory.copies import ARRIVED
+from megazero.memory.copies import ARRIVED, Arrival
 from megazero.memory.file_states import FileSlice, FileState, FileStates, file_bandwidth
 from megazero.memory.ledger_interface import NullLedger
 
@@ -64,10 +65,13 @@ def test_states_hold_what_a_tensor_holds(
         plain = [torch.zeros(STARTS[-1], dtype=dtype) for _ in states]
         assert [state.nbytes for state in states] == [tensor.nbytes for tensor in plain]
         link = LateCopies(torch.device("cpu"))
+        copies: list[tuple[Arrival, Tensor, Tensor]] = []
         for _ in range(400):
             number, block = draw.randrange(len(states)), draw.choice(BLOCKS)
             state, tensor, part = states[number], plain[number], part_of(block, draw)
-            act = draw.choice(("fetch", "read", "read", "write", "write", "store", "overwrite", "forget"))
+            act = draw.choice(("fetch", "read", "read", "read", "write", "store", "store", "overwrite", "forget"))
+            while copies and act in ("write", "overwrite"):  # what is being copied is not written to
+                check_copy(*copies.pop(0))
             if act == "fetch":
                 state.fetch(part)
             elif act == "read":
@@ -77,7 +81,9 @@ def test_states_hold_what_a_tensor_holds(
                 tensor[part] = values
             elif act == "store":
                 copied = torch.empty(part.stop - part.start, dtype=dtype)
-                state.store(part, link.copy(copied, state[part]))
+                arrival = link.copy(copied, state[part])
+                state.store(part, arrival)
+                copies.append((arrival, copied, tensor[part].clone()))
             elif act == "overwrite":
                 state.overwrite(block).copy_(values := torch.randn(block.stop - block.start).to(dtype))
                 tensor[block] = values
@@ -86,7 +92,14 @@ def test_states_hold_what_a_tensor_holds(
         for state, tensor in zip(states, plain, strict=True):
             for block in BLOCKS:
                 assert torch.equal(state[block], tensor[block])
+        for copy in copies:
+            check_copy(*copy)
         files.states.close()
+
+
+def check_copy(arrival: Arrival, copied: Tensor, wanted: Tensor) -> None:
+    arrival.finish()
+    assert torch.equal(copied, wanted), "the buffer has stayed until the copy was made"
 
 
 def test_what_is_referred_to_stays_the_state(files: Files) -> None:
@@ -97,9 +110,9 @@ def test_what_is_referred_to_stays_the_state(files: Files) -> None:
     first.fill_(3.0)
     assert torch.equal(state[slice(0, 6)], torch.tensor([0.0, 3, 3, 3, 3, 0]))
     state.store(BLOCKS[0], ARRIVED)
-    first.fill_(4.0)  # while it is written, and after
     for block in BLOCKS[1:]:
         assert bool((state[block] == 7.0).all())
+    first.fill_(4.0)
     assert state[slice(1, 5)].tolist() == [4.0] * 4
     del first
     for block in BLOCKS[1:]:

@@ -140,8 +140,9 @@ def test_copies_run_beside_the_work(device: torch.device) -> None:
     with late_copies():
         home = HostHome(device, is_pinned=False)
     states, targets = [home.zeros(NUMEL, torch.float32) for _ in range(2)], [torch.zeros(NUMEL) for _ in range(2)]
-    fetched = [home.load(target, values(5 + number)) for number, target in enumerate(targets)]
-    sent = [home.store(state, values(number)) for number, state in enumerate(states)]
+    here, there = [values(number) for number in range(2)], [values(5 + number) for number in range(2)]
+    fetched = [home.load(target, source) for target, source in zip(targets, there, strict=True)]
+    sent = [home.store(state, source) for state, source in zip(states, here, strict=True)]
     assert all(is_unwritten(each) for each in (*states, *targets))
     sent[1].wait()
     assert [torch.equal(state, values(number)) for number, state in enumerate(states)] == [True, True]

@@ -4,11 +4,12 @@ Until then their targets are full of NaN, and so is the memory of what is in a f
 waits, unless ranks are alone: the gather of one rank does nothing, and so waits for nothing.
 """
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -17,16 +18,30 @@ from torch import Tensor
 from megazero.memory.block_file import AlignedMemory, BlockIO, Transfer
 
 
+class _Source(NamedTuple):
+    """Memory that is copied from, which the copy does not keep alive: whoever begins a copy retains it."""
+
+    address: int
+    numel: int
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """Return what the memory holds now."""
+        content = (ctypes.c_byte * (self.numel * self.dtype.itemsize)).from_address(self.address)
+        return torch.frombuffer(content, dtype=self.dtype) if self.numel else torch.empty(0, dtype=self.dtype)
+
+
 class LateCopies:
     """A stream of copies, which are made in order, once the arrival of one of them or of a later one is waited for."""
 
     def __init__(self, device: torch.device, *, waits_ahead: bool = True) -> None:
         self._waits_ahead = waits_ahead
-        self._queue: deque[tuple[int, Tensor, Tensor]] = deque()
+        self._queue: deque[tuple[int, Tensor, _Source]] = deque()
         self._number = 0
 
     def copy(self, target: Tensor, source: Tensor) -> "_LateArrival":
-        self._queue.append((self._number, target, source))
+        assert source.is_contiguous(), "states are flat"
+        self._queue.append((self._number, target, _Source(source.data_ptr(), source.numel(), source.dtype)))
         target.fill_(torch.nan if target.is_floating_point() else -1)
         self._number += 1
         return _LateArrival(self, self._number - 1, waits_ahead=self._waits_ahead)
@@ -35,7 +50,7 @@ class LateCopies:
         """Make the copies up to the one with this number."""
         while self._queue and self._queue[0][0] <= last:
             _, target, source = self._queue.popleft()
-            target.copy_(source)
+            target.copy_(source.read().view_as(target))
 
 
 class _LateArrival:

@@ -98,7 +98,10 @@ CASES = (
         Cell(pp=2, dp=2, stage=3, precision="fp16", settings={**SCALE, "param_persistence_threshold": 100}),
         {**PARAMETER_FILES, "offload_param_max_in_cpu": 10_000},
     ),
-    Case(Cell(stage=3, precision="fp32", settings={"overlap_comm": False}), {**OPTIMIZER, **PARAMETER_FILES}),
+    Case(
+        Cell(stage=3, precision="fp32", settings={"overlap_comm": False}),
+        {**OPTIMIZER, **PARAMETER_FILES, "offload_param_buffer_count": 1},
+    ),
     Case(Cell(dp=2, stage=2, precision="bf16", settings={"optimizer": "sgd", "sgd_momentum": 0.9}), FILES),
     Case(
         Cell(dp=2, stage=1, precision="fp32"),
