@@ -586,11 +586,11 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/memory/test_block_file.py",),
     ),
     Fault(
-        "zero/shards.py",
+        "memory/file_states.py",
         "a partition that has come from a file is freed before it has reached the device",
-        "shard.leave(self._place_in_shard(bucket, part), arrival)",
-        "shard.leave(self._place_in_shard(bucket, part), ARRIVED)",
-        ("tests/zero/test_offload.py",),
+        "        block.arrival, block.is_wanted = arrival, False\n\n    def forget_fetches",
+        "        block.is_wanted = False\n\n    def forget_fetches",
+        ("tests/memory/test_file_states.py",),
     ),
     Fault(
         "zero/shards.py",

@@ -69,7 +69,7 @@ def test_states_hold_what_a_tensor_holds(
         for _ in range(400):
             number, block = draw.randrange(len(states)), draw.choice(BLOCKS)
             state, tensor, part = states[number], plain[number], part_of(block, draw)
-            act = draw.choice(("fetch", "read", "read", "read", "write", "store", "store", "overwrite", "forget"))
+            act = draw.choice(("fetch", "read", "read", "read", "write", "store", "leave", "overwrite", "forget"))
             while copies and act in ("write", "overwrite"):  # what is being copied is not written to
                 check_copy(*copies.pop(0))
             if act == "fetch":
@@ -79,10 +79,10 @@ def test_states_hold_what_a_tensor_holds(
             elif act == "write":
                 state[part].copy_(values := torch.randn(part.stop - part.start).to(dtype))
                 tensor[part] = values
-            elif act == "store":
+            elif act in ("store", "leave"):
                 copied = torch.empty(part.stop - part.start, dtype=dtype)
                 arrival = link.copy(copied, state[part])
-                state.store(part, arrival)
+                (state.store if act == "store" else state.leave)(part, arrival)
                 copies.append((arrival, copied, tensor[part].clone()))
             elif act == "overwrite":
                 state.overwrite(block).copy_(values := torch.randn(block.stop - block.start).to(dtype))
