@@ -326,6 +326,7 @@ _RECOMPUTE = (
 
 REFUSED: Mapping[str, Refused] = MappingProxyType(
     {
+        "aio.use_gds": Refused("files of states come to host memory, where they are updated"),
         "zero_optimization.zenflow": Refused("an update waits for all gradients of its step"),
         "zero_optimization.zero_quantized_weights": Refused(_QUANTIZED),
         "zero_optimization.zero_quantized_nontrainable_weights": Refused(_QUANTIZED),

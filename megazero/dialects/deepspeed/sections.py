@@ -13,6 +13,7 @@ A key that is "auto" contributes no setting, so that megazero's own default or t
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -168,7 +169,8 @@ def _translate_shared(translation: Translation, setting: str, paths: Sequence[st
         given = " and ".join(key.source for key in found)
         file.diagnostics.problems.append(Problem(given, rule, "the same value in both sections"))
     elif found:
-        translation.write(setting, found[0].value, found[0].source)
+        value = Path(found[0].value) if _INFO[setting].kind == "path" else found[0].value
+        translation.write(setting, value, found[0].source)
 
 
 def _moves(file: ParsedFile, path: str) -> bool:
