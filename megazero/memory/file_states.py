@@ -97,6 +97,7 @@ class FileState:
         """starts: the first elements of the blocks, and behind the last one the number of elements."""
         self.dtype = dtype
         self._states = states
+        self._file = file
         self._starts = starts
         self._blocks: list[_Block] = []
         offset = 0
@@ -132,6 +133,10 @@ class FileState:
     def leave(self, within: slice, arrival: Arrival) -> None:
         """Let the buffer of the elements' block, which have not changed, be free after copies from it have arrived."""
         self._states.leave(self._block_at(within), arrival)
+
+    def close(self) -> None:
+        """Give the file's space back to the file system; nobody refers to elements, and the state is lost."""
+        self._states.discard(self._file, self._blocks)
 
     def _block_at(self, within: slice) -> _Block:
         block = self._blocks[bisect_right(self._starts, within.start) - 1]
@@ -233,6 +238,21 @@ class FileStates:
         """Let buffers be free of blocks that have been fetched and not been used."""
         for block in self._held:
             block.is_wanted = False
+
+    def discard(self, file: BlockFile, blocks: Sequence[_Block]) -> None:
+        """Close one file; buffers of its blocks are freed after what is being read and written, and not written."""
+        for block in blocks:
+            if block.buffer is None:
+                continue
+            if block.transfer is not None:
+                block.transfer.finish()
+                block.transfer = None
+            self._held.pop(block, None)
+            if block in self._leaving:
+                self._leaving.remove(block)
+            self._free(block)
+        self._files.remove(file)
+        file.close()
 
     def close(self) -> None:
         """Give the files' space back to the file system."""

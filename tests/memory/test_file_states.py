@@ -51,6 +51,25 @@ def part_of(block: slice, draw: random.Random) -> slice:
     return slice(start, draw.randrange(start, block.stop) + 1)
 
 
+def test_a_state_that_is_closed_leaves_the_others(tmp_path: Path) -> None:
+    """Its buffers, one of which is being written, are those of other blocks from then on."""
+    with late_copies():
+        files = Files(tmp_path, 3)
+        closed, other = (files.states.allocate(name, torch.float32, STARTS) for name in ("closed", "other"))
+        other[BLOCKS[0]].fill_(1)
+        for block in BLOCKS[:2]:
+            closed[block].fill_(2)
+        closed.store(BLOCKS[1], ARRIVED)
+        assert files.memory.live_bytes == 3 * (most := files.memory.allocated_bytes // 3 - 4096)
+        closed.close()
+        assert files.memory.live_bytes == most
+        for block in BLOCKS[1:]:
+            other[block].fill_(3)
+        assert bool((other[BLOCKS[0]] == 1).all()) and bool((other[BLOCKS[3]] == 3).all())
+        assert files.memory.allocated_bytes == 3 * (most + 4096)
+        files.states.close()
+
+
 @each("writes_behind", [True, False])
 @each("num_buffers", [1, 2, 5])
 @each("dtype", [torch.float32, torch.bfloat16, torch.float64])

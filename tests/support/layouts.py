@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -95,7 +96,7 @@ class Layout:
             "partition_activations": self.partitions_checkpoints,
             "offload_optimizer": _DEVICES[self.home],
             "offload_param": _DEVICES[self.home if self.stage == 3 else "device"],
-            "nvme_path": tempfile.gettempdir() if self.home == "files" else None,
+            "nvme_path": Path(tempfile.gettempdir()) if self.home == "files" else None,
         }
 
     def cell(self, **changes: Any) -> Cell:

@@ -45,7 +45,8 @@ from megazero.library.adopted.mesh import find_groups
 from megazero.library.config import EngineConfig, load_engine_config
 from megazero.library.partitioned_init.constructors import ConstructorCalls, innermost, is_running, under_construction
 from megazero.library.partitioned_init.parameters import GATHERED, SlicedParameter, WholeParameters
-from megazero.memory.homes import DeviceHome, HostHome, StateHome
+from megazero.library.partitioned_init.slices import FileSlices, MemorySlices, SliceStore
+from megazero.memory.homes import DeviceHome, HostHome
 from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.gathered import raise_changes
 from megazero.zero.guard import attach_handle, detach_handle, handle_of
@@ -84,7 +85,11 @@ class Init:
     "dtype" parameters and buffers keep the format they were made in, without "device" buffers stay where they are.
     mem_efficient_linear: accepted without effect; the engine gathers weights for backward in any case.
     remote_device: "cpu" keeps this rank's slices in host memory until an engine takes them over; its configuration says
-    where they live then (offload_param).  pin_memory: whether a GPU copies to and from it beside its computation.
+    where they live then (offload_param).  "nvme" keeps them in files, for a model that host memory could not hold
+    either: in the folder that the configuration given here names (nvme_path, in DeepSpeed's form
+    zero_optimization.offload_param.nvme_path).  Slices share files, which have no names there; each is
+    closed once the engine has taken over all that is in it.  Host memory holds three blocks of 8 MiB of them.
+    pin_memory: whether a GPU copies to and from host memory, or those buffers, beside its computation.
     param_swapper, zero_param_parallel_group, zero_quantized_*: refused, not implemented.
     """
 
@@ -117,13 +122,13 @@ class Init:
         self._hooks: list[RemovableHandle] = []
         self._block = ExitStack()
         if self.enabled:
-            raise_problems(ConfigError, _problems(self))
-            self._read_config()
+            given = self.config if self.config_dict_or_path is None else self.config_dict_or_path
+            config = None if given is None else load_engine_config(given)
+            raise_problems(ConfigError, _problems(self, config))
+            if config is not None:
+                self._apply_config(config)
             self._communicator, self._device = _communicator_of(self, self._limits)
-            is_away = self.remote_device == "cpu"
-            self._home: StateHome = (
-                HostHome(self._device, is_pinned=self.pin_memory) if is_away else DeviceHome(self._device)
-            )
+            self._store = _store_of(self, config, self._device)
             self._whole = WholeParameters(self._communicator, self._device, self._on_release)
             if self.module is not None:
                 module, self.module = self.module, None
@@ -247,6 +252,7 @@ class Init:
             sliced = self._sliced.pop(name)
             values = sliced.values()
             detach_handle(sliced.parameter)
+            sliced.free()
             for module in sliced.modules:
                 restore_apply(module)
             return values
@@ -288,7 +294,7 @@ class Init:
         if handle is None:
             if not _has_values(parameter):
                 return
-            sliced = SlicedParameter("", parameter, self._communicator, self._device, self._home)
+            sliced = SlicedParameter("", parameter, self._communicator, self._device, self._store)
             self._attach(sliced, f"{type(module).__name__}.{name}")
             self._whole.add_new(sliced, parameter, module)
         elif isinstance(handle.owner, Init) and (handle.owner is self or not handle.owner._hooks):
@@ -335,7 +341,9 @@ class Init:
 
     def _finish(self) -> None:
         self._whole.release_all()
-        self._sliced = {name: sliced for name, sliced in self._sliced.items() if sliced.is_alive}
+        for name, sliced in list(self._sliced.items()):
+            if not sliced.is_alive:
+                self._sliced.pop(name).free()
         for sliced in self._sliced.values():
             if self.dtype is not None and "dtype" in self._overrides:
                 sliced.convert(self.dtype)
@@ -363,17 +371,14 @@ class Init:
     def _abort(self) -> None:
         """Detach the new parameters after an error in the block; they are ordinary parameters again."""
         for name, parameter in self._whole.reset():
-            del self._sliced[name]
+            self._sliced.pop(name).free()
             detach_handle(parameter)
 
-    def _read_config(self) -> None:
-        given = self.config if self.config_dict_or_path is None else self.config_dict_or_path
-        if given is not None:
-            config = load_engine_config(given)
-            self._gathers_for_apply = config.zero.override_module_apply
-            self._limits = config.limits
-            self._checks_changes = config.zero.enable_sanity_checks
-            self.dtype = self.dtype or resolve(config.zero, config.precision).parameter.dtype
+    def _apply_config(self, config: EngineConfig) -> None:
+        self._gathers_for_apply = config.zero.override_module_apply
+        self._limits = config.limits
+        self._checks_changes = config.zero.enable_sanity_checks
+        self.dtype = self.dtype or resolve(config.zero, config.precision).parameter.dtype
 
 
 def _innermost_init() -> Init | None:
@@ -382,13 +387,19 @@ def _innermost_init() -> Init | None:
     return hooks if isinstance(hooks, Init) else None
 
 
-def _problems(init: Init) -> Iterator[Problem]:
+def _problems(init: Init, config: EngineConfig | None) -> Iterator[Problem]:
     """Yield a problem for every argument that is not implemented, or contradicts another one."""
-    if init.remote_device not in (None, "none", "cpu"):
-        rule = "slices of parameters live on the device that computes with them, or in host memory"
-        yield Problem(f"Init(remote_device={init.remote_device!r})", rule, 'remote_device="cpu", or leave it out')
+    given = f"Init(remote_device={init.remote_device!r})"
+    if init.remote_device not in (None, "none", "cpu", "nvme"):
+        rule = "slices of parameters live on the device that computes with them, in host memory, or in files"
+        yield Problem(given, rule, 'remote_device="cpu", "nvme", or leave it out')
+    if init.remote_device == "nvme" and (config is None or config.zero.nvme_path is None):
+        lack = "without a configuration" if config is None else "with a configuration without nvme_path"
+        rule = "slices live in files of the folder that the configuration names"
+        zero = '{"stage": 3, "offload_param": {"device": "nvme", "nvme_path": FOLDER}}'
+        yield Problem(f"{given} {lack}", rule, f'config_dict_or_path={{"zero_optimization": {zero}, ...}}')
     if init.pin_memory and init.remote_device in (None, "none"):
-        rule = "memory is pinned of slices that live in host memory"
+        rule = "memory is pinned of slices that live in host memory, or pass through it"
         yield Problem("Init(pin_memory=True)", rule, 'Init(remote_device="cpu", pin_memory=True)')
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(init, name):
@@ -411,6 +422,23 @@ def _problems(init: Init) -> Iterator[Problem]:
         yield Problem(given, "number formats are kept without the override", 'tensor_overrides=["dtype", ...]')
     if init.dtype is not None and not init.dtype.is_floating_point:
         yield Problem(f"Init(dtype={init.dtype})", "parameters are floating-point numbers", "torch.float32, ...")
+
+
+def _store_of(init: Init, config: EngineConfig | None, device: torch.device) -> SliceStore:
+    """Return the store of this process's slices, which remote_device names."""
+    if init.remote_device == "nvme":
+        assert config is not None and config.zero.nvme_path is not None, "the arguments have been checked"
+        zero = config.zero
+        return FileSlices(
+            config.zero.nvme_path,
+            device,
+            is_pinned=init.pin_memory,
+            io_block_bytes=zero.aio_block_size,
+            queue_depth=zero.aio_queue_depth,
+        )
+    if init.remote_device == "cpu":
+        return MemorySlices(HostHome(device, is_pinned=init.pin_memory))
+    return MemorySlices(DeviceHome(device))
 
 
 def _communicator_of(init: Init, limits: LimitConfig | None) -> tuple[Communicator, torch.device]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megazero.comm.interface import Communicator
 from megazero.errors import Problem, UsageError, raise_problems
-from megazero.memory.homes import StateHome
+from megazero.library.partitioned_init.slices import SliceStore, StoredSlice
 from megazero.zero.guard import guard, unguard
 
 GATHERED = "with megazero.zero.GatheredParameters([parameter], modifier_rank=0): ..."
@@ -29,16 +29,16 @@ class SlicedParameter:
     """A parameter with this rank's slice of it; it changes between being whole and being this slice only."""
 
     def __init__(
-        self, name: str, parameter: nn.Parameter, communicator: Communicator, device: torch.device, home: StateHome
+        self, name: str, parameter: nn.Parameter, communicator: Communicator, device: torch.device, store: SliceStore
     ) -> None:
-        """device: that of the whole parameter.  home: that of the slice."""
+        """device: that of the whole parameter.  store: that of the slice."""
         self.name = name
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.pins = 0  # the number of blocks that need it whole
         self.as_gathered: Tensor | None = None  # its bytes when the innermost of these blocks began, where checked
-        self._communicator, self._device, self._home = communicator, device, home
+        self._communicator, self._device, self._store = communicator, device, store
         self._parameter = weakref.ref(parameter)
-        self._slice: Tensor | None = None
+        self._slice: StoredSlice | None = None
         self._shape = parameter.shape
 
     @property
@@ -66,8 +66,10 @@ class SlicedParameter:
             parameter.data = values
         size = -(-flat.numel() // self._communicator.size)
         mine = flat[self._communicator.rank * size :][:size]
-        self._slice = self._home.zeros(size, flat.dtype)
-        self._home.store(self._slice[: mine.numel()], mine).finish()
+        if self._slice is None or (self._slice.numel(), self._slice.dtype) != (size, flat.dtype):
+            self.free()  # before the next line allocates as much
+            self._slice = self._store.allocate(size, flat.dtype)
+        self._slice.store(0, mine)
         self._shape = parameter.shape
 
     def release(self, *, just_partitioned: bool = False) -> None:
@@ -97,10 +99,8 @@ class SlicedParameter:
         step = min(max(_GATHERED_NUMEL // ranks, 1), numel)
         buffer = whole.new_empty(ranks * step)
         for start in range(0, numel, step):
-            at_home = self._slice[start : start + step]
-            pieces = buffer[: ranks * at_home.numel()]
-            mine, arrival = self._home.bring(at_home, pieces.view(ranks, -1)[self._communicator.rank])
-            arrival.wait()
+            pieces = buffer[: ranks * min(step, numel - start)]
+            mine = self._slice.load(start, pieces.view(ranks, -1)[self._communicator.rank])
             self._communicator.all_gather_into(pieces, mine).wait()
             for rank, piece in enumerate(pieces.view(ranks, -1)):
                 target = whole[rank * numel + start :][: mine.numel()]
@@ -119,10 +119,20 @@ class SlicedParameter:
 
     def convert(self, dtype: torch.dtype) -> None:
         """Convert a released floating-point parameter to another number format."""
-        if self._slice is not None and self._slice.is_floating_point() and self._slice.dtype != dtype:
-            before, self._slice = self._slice, self._home.zeros(self._slice.numel(), dtype)
-            self._slice.copy_(before)
+        if self._slice is not None and self._slice.dtype.is_floating_point and self._slice.dtype != dtype:
+            before, self._slice = self._slice, self._store.allocate(self._slice.numel(), dtype)
+            for start in range(0, before.numel(), _GATHERED_NUMEL):
+                numel = min(_GATHERED_NUMEL, before.numel() - start)
+                piece = torch.empty(numel, dtype=before.dtype, device=self._device)
+                self._slice.store(start, before.load(start, piece).to(dtype))
+            before.free()
             self.release()
+
+    def free(self) -> None:
+        """Free the slice, if there is one."""
+        if self._slice is not None:
+            self._slice.free()
+            self._slice = None
 
 
 @dataclass

@@ -1,11 +1,15 @@
 """Tests zero.Init: its models equal models made whole, ranks hold only slices of them, and they can be trained."""
 
+import gc
 import importlib.util
 import io
 import math
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +18,7 @@ import torch
 from support.any_models import CASES
 from support.each import each
 from support.irregular_model import LR, SETTINGS, Awkward, EngineRun, batch, full_state, loss_of, train_plain, units_of
+from support.late_copies import late_copies
 from support.processes import mesh_in_worker, run_ranks
 from support.training import boxes
 from torch import Tensor, nn
@@ -22,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.errors import ConfigError, UsageError
 from megazero.library.partitioned_init import parameters as kept
+from megazero.library.partitioned_init import slices as slices_module
 from megazero.library.partitioned_init.init import Init, first_value
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import FusedAdamW, StepInputs
@@ -46,6 +52,29 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 def live_bytes(model: nn.Module) -> int:
     return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+
+REMOTE = (None, "cpu", "nvme")
+
+
+def kept_at(remote: str | None, folder: Path) -> dict[str, Any]:
+    """Return the arguments of an Init that keeps slices in a kind of memory or in files, and converts nothing."""
+    zero = {"zero_stage": 3, "offload_param": "nvme", "nvme_path": str(folder)} if remote == "nvme" else {}
+    config = {"config_dict_or_path": {"zero": zero}} if zero else {}
+    return {"remote_device": remote, "tensor_overrides": ["device"], **config}
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Let files of slices that are made inside be small, so that there are many, and their blocks pages."""
+    with patch.multiple(slices_module, _BLOCK_BYTES=4096, _SEGMENT_BYTES=8192):
+        yield
+
+
+def open_files(folder: Path) -> int:
+    """Return the number of this process's open files that were made in a folder."""
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(link.is_symlink() and str(folder) in os.readlink(link) for link in links)
 
 
 # --- equality with models made without Init ----------------------------------------------------------------------
@@ -151,12 +180,17 @@ def made_whole(name: str) -> nn.Module:
     return MODELS[name]()
 
 
-def made_under_init(rank: int, dp: int) -> list[bool]:
+def made_under_init(rank: int, dp: int, remote: str | None, folder: Path) -> list[bool]:
+    with late_copies(), small_files():
+        return equal_models(rank, dp, remote, folder)
+
+
+def equal_models(rank: int, dp: int, remote: str | None, folder: Path) -> list[bool]:
     outcomes = []
     for name in MODELS:
         mesh = mesh_in_worker(rank, dp=dp)
         torch.manual_seed(SEED + 10 * rank)
-        with Init(mesh=mesh):
+        with Init(mesh=mesh, **kept_at(remote, folder)) as init:
             model = MODELS[name]()
         drawn = torch.rand(1)
         whole = made_whole(name)
@@ -176,13 +210,25 @@ def made_under_init(rank: int, dp: int) -> list[bool]:
         assert traits[0] == traits[1], name
         assert rank or same(dict(model.named_buffers()), dict(whole.named_buffers())), "buffers are each rank's own"
         outcomes.append(same(values(model), dict(whole.named_parameters())))
+        taken = {
+            name: first_value(spec_of(name, parameter), parameter).flatten()
+            for name, parameter in model.named_parameters()
+        }
+        assert same(taken, {name: parameter.flatten() for name, parameter in whole.named_parameters()})
+        is_left = remote == "nvme" and bool(init._sliced)  # what a constructor has dropped, and python not collected
+        assert not (is_left and name in ("function", "lone"))
+        assert bool(open_files(folder)) == is_left and list(folder.iterdir()) == []
+        del init
+        gc.collect()
+        assert open_files(folder) == 0
     return outcomes
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("dp", [1, 3])
-def test_made_as_if_whole(dp: int) -> None:
-    for rank in run_ranks(dp, made_under_init, dp):
+@pytest.mark.parametrize("remote", REMOTE)
+def test_made_as_if_whole(dp: int, remote: str | None, tmp_path: Path) -> None:
+    for rank in run_ranks(dp, made_under_init, dp, remote, tmp_path):
         assert rank == [True] * len(MODELS)
 
 
@@ -255,10 +301,11 @@ class WideBlock(nn.Module):
         self.lower = nn.Linear(WIDTH, WIDTH, bias=False)
 
 
-def memory_of_making(rank: int, dp: int) -> tuple[int, int]:
+def memory_of_making(rank: int, dp: int, remote: str | None, folder: Path) -> tuple[int, int]:
     """Return the most live bytes while a model is made, and while its values are read one by one."""
-    with patch.object(kept, "_GATHERED_NUMEL", 512):
-        with LiveBytes() as making, Init(mesh=mesh_in_worker(rank, dp=dp, is_late=False)):
+    mesh = mesh_in_worker(rank, dp=dp, is_late=False)
+    with patch.object(kept, "_GATHERED_NUMEL", 512), small_files():
+        with LiveBytes() as making, Init(mesh=mesh, **kept_at(remote, folder)):
             model = Wide()
         with LiveBytes() as giving:
             for name, parameter in model.named_parameters():
@@ -268,27 +315,98 @@ def memory_of_making(rank: int, dp: int) -> tuple[int, int]:
 
 
 @pytest.mark.gloo
-def test_a_rank_holds_slices_and_one_module() -> None:
+@each("remote", [None, "cpu"])
+def test_a_rank_holds_slices_and_one_module(remote: str | None, tmp_path: Path) -> None:
     slices = 16 * SQUARE // 4
-    for making, giving in run_ranks(4, memory_of_making, 4):
+    for making, giving in run_ranks(4, memory_of_making, 4, remote, tmp_path):
         assert making <= slices + 3 * SQUARE  # a block's own 2 squares, and 1 of the block inside it
         # 2 whole squares, their slice, a buffer; and memory of earlier ones that the backend has not released yet.
         assert giving < 4 * SQUARE
-    ((alone, _),) = run_ranks(1, memory_of_making, 1)
+    ((alone, _),) = run_ranks(1, memory_of_making, 1, remote, tmp_path)
     assert alone >= 16 * SQUARE, "the count sees what is there"
+
+
+@pytest.mark.gloo
+@each("dp", [1, 4])
+def test_a_rank_holds_buffers_and_one_module_beside_files(dp: int, tmp_path: Path) -> None:
+    buffers = 3 * 2 * 4096  # a page each, aligned within two
+    for making, giving in run_ranks(dp, memory_of_making, dp, "nvme", tmp_path):
+        assert making <= 4 * SQUARE + buffers  # as above, and a square that is gathered, drawn and copied
+        assert giving < 4 * SQUARE + buffers
+
+
+# --- blocks within blocks, and blocks that fail ------------------------------------------------------------------
+
+
+@each("remote", REMOTE)
+def test_blocks_within_and_after_blocks(remote: str | None, tmp_path: Path) -> None:
+    """What inner and earlier blocks have stored stays there when another block takes the parameters over."""
+    arguments = kept_at(remote, tmp_path)
+    with late_copies(), small_files():
+        torch.manual_seed(SEED)
+        with Init(**arguments):
+            earlier = nn.Linear(40, 40)
+        with Init(**arguments) as outer:
+            before = nn.Linear(30, 50)
+            with Init(**{**arguments, "tensor_overrides": ["dtype"]}, dtype=torch.float64):
+                inner = nn.Linear(50, 60)
+                nn.init.constant_(before.weight, 2.0)
+            nn.init.constant_(inner.bias, 3.0)
+            model = nn.Sequential(before, inner, earlier, nn.Linear(60, 20))
+        torch.manual_seed(SEED)
+        layers = nn.Linear(40, 40), nn.Linear(30, 50), nn.Linear(50, 60).double(), nn.Linear(60, 20)
+        nn.init.constant_(layers[1].weight, 2.0)
+        nn.init.constant_(layers[2].bias, 3.0)
+        expected = dict(nn.Sequential(layers[1], layers[2], layers[0], layers[3]).named_parameters())
+        assert all(handle_of(parameter).owner is outer for parameter in model.parameters())
+        assert same(values(model), expected)
+        assert (open_files(tmp_path) > 3) == (remote == "nvme")
+        for name, parameter in model.named_parameters():
+            assert torch.equal(first_value(spec_of(name, parameter), parameter), expected[name].flatten())
+        assert open_files(tmp_path) == 0
+
+
+@each("remote", REMOTE)
+def test_a_block_that_fails_frees_what_is_whole_again(remote: str | None, tmp_path: Path) -> None:
+    made: list[nn.Module] = []
+
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+            self.layer = nn.Linear(40, 40)
+            self.own = nn.Parameter(torch.ones(2000))
+            with GatheredParameters(self.own, modifier_rank=0), torch.no_grad():
+                self.own.fill_(2.0)
+            raise RuntimeError("no")
+
+    init = Init(**kept_at(remote, tmp_path))
+    with late_copies(), small_files():
+        torch.manual_seed(SEED)
+        with pytest.raises(RuntimeError, match="no"), init:
+            Failing()
+        own, weight = made[0].own, made[0].layer.weight
+        assert type(own) is nn.Parameter and handle_of(own) is None and bool((own == 2).all())
+        torch.manual_seed(SEED)
+        assert same(values(made[0].layer), dict(nn.Linear(40, 40).named_parameters()))
+        for parameter in (weight, made[0].layer.bias):
+            assert (open_files(tmp_path) > 0) == (remote == "nvme")
+            first_value(spec_of("layer", parameter), parameter)
+        assert open_files(tmp_path) == 0 and init.num_partitions == 1
 
 
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-def train(rank: int, stage: int, dp: int) -> EngineRun:
+def train(rank: int, stage: int, dp: int, remote: str | None, folder: Path) -> EngineRun:
     """Train as support.irregular_model does, but a model made under Init."""
     mesh = mesh_in_worker(rank, dp=dp)
     torch.manual_seed(7 + 10 * rank)
-    with Init(mesh=mesh, dtype=torch.float64):
+    with Init(mesh=mesh, dtype=torch.float64, **{**kept_at(remote, folder), "tensor_overrides": ["dtype", "device"]}):
         model = Awkward()
     model.register_parameter("ordinary", nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False))
-    zero = ZeroConfig(zero_stage=stage, reduce_bucket_size=100)
+    home = {"offload_param": "nvme", "nvme_path": folder} if remote == "nvme" else {}
+    zero = ZeroConfig(zero_stage=stage, reduce_bucket_size=100, **home)
     plan, buffers = resolve(zero, PrecisionConfig(precision="fp64")), FusedBuffers(0, mesh.device)
     settings = EngineSettings(zero, FusedAdamW(SETTINGS), first_value)
     engine = Engine(model, units_of(model, split=True), plan, mesh=mesh, buffers=buffers, settings=settings)
@@ -301,18 +419,19 @@ def train(rank: int, stage: int, dp: int) -> EngineRun:
         engine.finish_reductions()
         engine.update(StepInputs(LR, torch.ones((), dtype=torch.float64), None))
     working = values(model)
+    owned = [box for fragment in engine.owned_state() for box in boxes(fragment)]
     engine.close()
-    return EngineRun([], [box for fragment in engine.owned_state() for box in boxes(fragment)], {}, 0, working)
+    return EngineRun([], owned, {}, 0, working)
 
 
 STEPS = 3
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_engine_takes_over(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "remote"), [(0, None), (1, None), (2, None), (3, None), (3, "cpu"), (3, "nvme")])
+def test_an_engine_takes_over(stage: int, remote: str | None, tmp_path: Path) -> None:
     _, parameters = train_plain(STEPS)
-    runs = run_ranks(3, train, stage, 3)
+    runs = run_ranks(3, train, stage, 3, remote, tmp_path)
     weights = full_state(runs)
     assert torch.equal(weights.pop("ordinary"), torch.ones(3, dtype=torch.float64))
     assert weights.keys() == parameters.keys()
@@ -325,10 +444,11 @@ def test_an_engine_takes_over(stage: int) -> None:
 # --- arguments, and what user code may ask of the context ---------------------------------------------------------
 
 
-def write_without_a_modifier(rank: int, checks: bool) -> tuple[str, bool, bool]:
+def write_without_a_modifier(rank: int, checks: bool, remote: str | None, folder: Path) -> tuple[str, bool, bool]:
     """Write on rank 1 in a block that only reads; return the error, and whether only the next block's write is kept."""
-    zero = {"zero_stage": 3, "enable_sanity_checks": checks}
-    with Init(mesh=mesh_in_worker(rank, dp=2), config_dict_or_path={"zero": zero}) as init:
+    home = {"offload_param": "nvme", "nvme_path": str(folder)} if remote == "nvme" else {}
+    config = {"zero": {"zero_stage": 3, "enable_sanity_checks": checks, **home}}
+    with Init(mesh=mesh_in_worker(rank, dp=2), remote_device=remote, config_dict_or_path=config) as init:
         model = nn.Linear(3, 3)
         with GatheredParameters(model.weight):
             nn.init.ones_(model.weight)  # it is under construction, so that rank 0's values are kept
@@ -348,8 +468,11 @@ def write_without_a_modifier(rank: int, checks: bool) -> tuple[str, bool, bool]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("checks", [True, False])
-def test_changes_without_a_modifier_are_an_error_on_every_rank_where_checked(checks: bool) -> None:
-    for text, unchanged, stored in run_ranks(2, write_without_a_modifier, checks):
+@each("remote", REMOTE)
+def test_changes_without_a_modifier_are_an_error_on_every_rank_where_checked(
+    checks: bool, remote: str | None, tmp_path: Path
+) -> None:
+    for text, unchanged, stored in run_ranks(2, write_without_a_modifier, checks, remote, tmp_path):
         assert ("weight changed in GatheredParameters on some rank" in text) == checks
         assert unchanged and stored
 
@@ -384,7 +507,10 @@ def test_overrides_of_tensors() -> None:
 @each(
     ("arguments", "named"),
     [
-        ({"remote_device": "nvme"}, "remote_device"),
+        ({"remote_device": "disk"}, "remote_device"),
+        ({"remote_device": "nvme"}, "(?s)without a configuration.*nvme_path"),
+        ({"remote_device": "nvme", "config": {}}, "with a configuration without nvme_path"),
+        ({"remote_device": "nvme", "config_dict_or_path": {"zero": {"zero_stage": 3}}}, "nvme_path"),
         ({"pin_memory": True}, "pin_memory"),
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights"),
