@@ -335,10 +335,16 @@ class FileStates:
             raise
 
 
-def file_bandwidth(folder: Path, nbytes: int, io: BlockIO) -> float:
-    """Return the bytes a second that are written to a new file in the folder and read, each way counted."""
+def file_bandwidth(folder: Path, nbytes: int, io: BlockIO) -> float | None:
+    """Return the bytes a second that are written to a new file in the folder and read, each way counted.
+
+    None where no such file can be made: a disk may have room for the states and for nothing else.
+    """
     memory = AlignedMemory(is_pinned=False, ledger=NullLedger()).lease(nbytes).zero_()
-    file = BlockFile(folder, "rate", memory.nbytes, io)
+    try:
+        file = BlockFile(folder, "rate", memory.nbytes, io)
+    except FileError:
+        return None
     start = time.perf_counter()
     file.write(0, memory).wait()
     file.read(0, memory).wait()

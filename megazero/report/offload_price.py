@@ -33,7 +33,7 @@ class OffloadPrice(NamedTuple):
 
     traffic: bytes copied.  updated: elements that the host updates.  The seconds are those of copies, of the host's
     update, and of the model's computation, each by itself; None where a model's operations are not known.
-    files: bytes written and read.
+    files: bytes written and read; file_seconds: None where there was no room to measure their rate.
     """
 
     traffic: HostTraffic
@@ -42,18 +42,18 @@ class OffloadPrice(NamedTuple):
     update_seconds: float
     compute_seconds: float | None
     files: FileTraffic = NO_FILES
-    file_seconds: float = 0.0
+    file_seconds: float | None = 0.0
 
     @property
     def step_seconds(self) -> float:
         """The least time of a step."""
-        return max(self.copy_seconds, self.file_seconds, (self.compute_seconds or 0.0) + self.update_seconds)
+        return max(self.copy_seconds, self.file_seconds or 0.0, (self.compute_seconds or 0.0) + self.update_seconds)
 
     @property
     def binding(self) -> str:
         """The name of what the step waits for most."""
         compute = self.compute_seconds or 0.0
-        if self.file_seconds > max(self.copy_seconds, compute + self.update_seconds):
+        if (self.file_seconds or 0.0) > max(self.copy_seconds, compute + self.update_seconds):
             return "the disk"
         if self.copy_seconds > compute + self.update_seconds:
             return "the link to host memory"
@@ -66,7 +66,8 @@ class OffloadPrice(NamedTuple):
         files = ""
         if any(self.files):
             written, read = map(format_bytes, self.files)
-            files = f" {written} written to files and {read} read, {_ms(self.file_seconds)};"
+            seconds = "at a rate not measured (no room)" if self.file_seconds is None else _ms(self.file_seconds)
+            files = f" {written} written to files and {read} read, {seconds};"
         line = (
             f"offloading, a step of this rank: {format_bytes(self.traffic.stored)} to host memory and"
             f" {format_bytes(self.traffic.loaded)} back, {_ms(self.copy_seconds)};{files} {self.updated:,} elements"
@@ -95,7 +96,8 @@ def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None
     files = file_traffic(plan, numel, partitions, num_micro_batches)
     if any(files):
         sample = min(sum(files), _WRITTEN_BYTES)
-        price = price._replace(files=files, file_seconds=sum(files) / engine.measure_files(sample))
+        rate = engine.measure_files(sample)
+        price = price._replace(files=files, file_seconds=None if rate is None else sum(files) / rate)
     return price.lines()
 
 

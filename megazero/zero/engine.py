@@ -505,8 +505,11 @@ class Engine:
         own = self._update.optimizer_bytes(on_device=home is Home.DEVICE) if home is not Home.FILE else 0
         return self._shards.model_state_bytes(home, optimizer_bytes=own)
 
-    def measure_files(self, nbytes: int) -> float:
-        """Return the bytes a second that this rank writes to files of states and reads, from a file of this size."""
+    def measure_files(self, nbytes: int) -> float | None:
+        """Return the bytes a second that this rank writes to files of states and reads, from a file of this size.
+
+        None where there is no room for it beside the states.
+        """
         zero = self.settings.zero
         assert zero.nvme_path is not None, "the plan has a home in files"
         io = BlockIO(block_bytes=zero.aio_block_size, queue_depth=zero.aio_queue_depth)

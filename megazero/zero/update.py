@@ -103,7 +103,7 @@ class ShardUpdate:
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
         self._sub_groups = [sub_group for bucket in self._buckets for sub_group in shards.sub_groups(bucket)]
-        self._num_fetched = 0  # of these, in this step
+        self._num_fetched = 0  # of these, in this step, or updated without
         self._reads_ahead = reads_ahead
         self.runs = [run for sub_group in self._sub_groups for run in self._runs(sub_group)]
         self._left_alone: dict[str, Tensor] = {}  # by parameter, the steps that have left it as it was, float32
@@ -199,6 +199,7 @@ class ShardUpdate:
             self._left_alone[name] += flag if inputs.found_inf is None else flag * (1.0 - inputs.found_inf)
         inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
         steps = {home: _at_home(home, step, inputs) for home in self._homes}
+        num_updated = 0
         for index, owned in enumerate(self.runs):
             home = self._shards.home(owned.bucket)
             at_home, memory = steps[home], home.scratch(buffers)
@@ -212,6 +213,9 @@ class ShardUpdate:
             following = self.runs[index + 1].sub_group if index + 1 < len(self.runs) else None
             if following is not owned.sub_group:
                 self._leave(owned.sub_group, is_last=following is None or following.bucket is not owned.bucket)
+                num_updated += 1
+                # One that found no buffer to be fetched to has come all the same; after its update nobody wants it.
+                self._num_fetched = max(self._num_fetched, num_updated)
         self._num_fetched = 0
 
     def states_on_device(self) -> list[Tensor]:

@@ -209,6 +209,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_rate_is_measured_and_nothing_stays(tmp_path: Path) -> None:
     io = BlockIO()
-    assert file_bandwidth(tmp_path, 100_000, io) > 0
+    rate = file_bandwidth(tmp_path, 100_000, io)
+    assert rate is not None and rate > 0
+    assert file_bandwidth(tmp_path / "nowhere", 100_000, io) is None
     io.close()
     assert list(tmp_path.iterdir()) == []

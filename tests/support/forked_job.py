@@ -149,7 +149,10 @@ def _become_rank(arguments: list[str], stream: str, *, controls: bool) -> None:
         for descriptor in range(3):
             os.dup2(opened, descriptor)
         sys.argv = [str(PROGRAM), *arguments]
-        status = run_program(lambda: load_program(PROGRAM).main(sys.argv[1:]))
+        try:
+            status = run_program(lambda: load_program(PROGRAM).main(sys.argv[1:]))
+        except SystemExit as ended:  # of a rank with an error of its own
+            status = ended.code if isinstance(ended.code, int) else 1
         sys.stdout.flush()
     finally:
         os._exit(status)
