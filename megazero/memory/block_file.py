@@ -302,12 +302,13 @@ class BlockFile:
 
     def _attempt(self, work: _Work, block: _Block, part: memoryview, transfer: Transfer) -> None:
         """Read or write a block in a thread; whatever is raised there, `Transfer.wait` raises."""
+        failure = None
         try:
             work(block, part)
         except BaseException as error:
-            transfer.end_block(error)
-        else:
-            transfer.end_block()
+            failure = error
+        part.release()  # before whoever waits counts the references to the memory
+        transfer.end_block(failure)
 
     def _write_block(self, block: _Block, part: memoryview) -> None:
         block.checksum = xxh3_64_intdigest(part)

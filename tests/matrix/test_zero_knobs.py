@@ -6,9 +6,11 @@ its layers.
 """
 
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -97,9 +99,10 @@ def train(rank: int, options: Options) -> Seen:
     sent = {name: replace(mesh.meter.count("dp", name)) for name in COLLECTIVES}  # copied, as gathers below count too
     with GatheredParameters(model):
         working = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    engine.close()
     saved = [box for fragment in engine.owned_state() for box in boxes(fragment)]
-    return Seen(norms, saved, working, sent, engine.model_state_bytes())
+    states = engine.model_state_bytes()
+    engine.close()
+    return Seen(norms, saved, working, sent, states)
 
 
 def seen(stage: int, *, precision: str = "fp64", bucket: int = Options().bucket, **zero: Any) -> Seen:
@@ -333,6 +336,29 @@ ALL, EVEN, ODD, PUBLISHING, GATHERING = STAGES, (0, 2), (1, 3), (1, 2, 3), (3,)
 OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"offload_optimizer": "cpu"}, (1, 2)),
     ({"offload_optimizer": "cpu", "offload_optimizer_ratio": 0.5, "offload_param": "cpu"}, (3,)),
+    (
+        {
+            "offload_optimizer": "nvme",
+            "nvme_path": Path(tempfile.gettempdir()),
+            "offload_optimizer_nvme_ratio": 0.6,
+            "offload_buffer_count": 3,
+            "offload_pipeline_read": False,
+            "aio_block_size": 8192,
+        },
+        (1, 2),
+    ),
+    (
+        {
+            "offload_optimizer": "nvme",
+            "offload_param": "nvme",
+            "nvme_path": Path(tempfile.gettempdir()),
+            "offload_pipeline_write": False,
+            "offload_param_buffer_count": 1,
+            "offload_param_max_in_cpu": 100,
+            "aio_queue_depth": 1,
+        },
+        (3,),
+    ),
     ({"contiguous_gradients": False}, ALL),
     ({"reduce_scatter": False}, ALL),
     ({"reduce_bucket_size": 1}, EVEN),
