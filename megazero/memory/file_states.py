@@ -298,6 +298,7 @@ class FileStates:
     def _put_back(self, block: _Block) -> None:
         """Free the buffer of a block to which nobody refers, after it is written if it has changed."""
         assert block.buffer is not None
+        self._wait(block)  # what could not be read must not be taken for a change
         del self._held[block]
         if block.is_written and block.file.holds(block.offset, block.buffer):
             self._free(block)

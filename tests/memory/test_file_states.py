@@ -200,6 +200,22 @@ def test_after_damage_no_state_is_used_any_more(files: Files) -> None:
         assert path in str(caught.value) and "offset 0" in str(caught.value)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="a file without a name is opened through /proc")
+def test_damage_that_was_fetched_is_not_written_back(files: Files) -> None:
+    """A damaged block that nobody has used is not taken for one that has changed when its buffer is wanted."""
+    state = files.states.allocate("master", torch.float32, STARTS)
+    for block in BLOCKS:
+        state[block].fill_(1.0)
+    damage(state, BLOCKS[0])
+    assert any(state.fetch(BLOCKS[0]) or sleep(0.01) for _ in range(3000))
+    while not state._block_at(BLOCKS[0]).is_done:
+        sleep(0.01)
+    files.states.forget_fetches()
+    with pytest.raises(FileError, match="checksum"):
+        for block in BLOCKS[1:]:
+            state[block].add_(1.0)
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError) as caught:
