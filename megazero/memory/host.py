@@ -97,7 +97,7 @@ def host_bytes(nbytes: int, *, is_pinned: bool, ledger: AnyLedger) -> Tensor:
     """
     if is_pinned:
         buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        ledger.elsewhere(buffer)
+        ledger.elsewhere(buffer, is_pinned=True)
         return buffer
     # On a CPU a ledger counts it as device memory until `elsewhere`, which comes while there are no bytes to count.
     buffer = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -34,6 +34,7 @@ from megazero.memory.ledger_figures import (
     CATEGORIES,
     AllocatorSample,
     Category,
+    HostMemoryKind,
     Phase,
     PhaseMark,
     StepMemory,
@@ -67,9 +68,10 @@ class _Label:
 class _Entry(weakref.ref[torch.UntypedStorage]):
     """A live storage, which the entry does not keep alive; without a label it is elsewhere."""
 
-    __slots__ = ("key", "label", "nbytes")
+    __slots__ = ("is_pinned", "key", "label", "nbytes")
 
     key: int
+    is_pinned: bool
     label: _Label | None
     nbytes: int
 
@@ -167,12 +169,11 @@ class Ledger:
         self._meet(tensor)
         self._check_limit()
 
-    def elsewhere(self, tensor: Tensor) -> None:
+    def elsewhere(self, tensor: Tensor, *, is_pinned: bool = False) -> None:
         storage = tensor.untyped_storage()
-        entry = self._live.get(storage._cdata)
-        if entry is None:
-            self._new_entry(storage, None)
-        elif entry.label is not None:
+        entry = self._live.get(storage._cdata) or self._new_entry(storage, None)
+        entry.is_pinned = is_pinned
+        if entry.label is not None:
             self._changed(-entry.nbytes, entry.label)
             entry.label = None
 
@@ -198,7 +199,7 @@ class Ledger:
         self._units = []
         if self._limit is not None:
             self._limit.start(int(self._start.sum()))
-        return StepMemory(timeline, samples)
+        return StepMemory(timeline, samples, self.elsewhere_by_kind())
 
     def live_bytes(self) -> dict[Category, int]:
         """Return the bytes alive now, by category."""
@@ -210,8 +211,16 @@ class Ledger:
 
     def elsewhere_bytes(self) -> int:
         """Return the bytes of the storages that are elsewhere and alive now."""
-        storages = [entry() for entry in list(self._live.values()) if entry.label is None]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
+        return sum(self.elsewhere_by_kind().values())
+
+    def elsewhere_by_kind(self) -> dict[HostMemoryKind, int]:
+        """Return the bytes of the host's storages that are alive now, by kind."""
+        found: dict[HostMemoryKind, int] = {"pinned_host": 0, "host": 0}
+        for entry in list(self._live.values()):
+            storage = entry()
+            if entry.label is None and storage is not None:
+                found["pinned_host" if entry.is_pinned else "host"] += storage.nbytes()
+        return found
 
     def _operation_done(self, result: Any) -> None:
         name = self._unit_now()
@@ -256,6 +265,7 @@ class Ledger:
     def _new_entry(self, storage: torch.UntypedStorage, label: _Label | None) -> _Entry:
         entry = _Entry(storage, self._died)
         entry.key, entry.label, entry.nbytes = storage._cdata, label, self._occupied(storage)
+        entry.is_pinned = False
         self._live[entry.key] = entry
         return entry
 

@@ -1,7 +1,7 @@
 """A ledger's figures of one step: live bytes by category through time, and at the peak.  Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -19,6 +19,8 @@ Category = Literal[
     "activations",
     "temporary",
 ]
+# What a device's ledger counts apart: offloaded states, checkpoints and buffers, pinned for a GPU's copies or not.
+HostMemoryKind = Literal["pinned_host", "host"]
 Phase = Literal["forward", "backward", "reduce", "update"]
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -84,10 +86,14 @@ class Timeline:
 
 @dataclass(frozen=True, eq=False)
 class StepMemory:
-    """The memory of one step of one rank.  allocator: samples of the device's allocator, where there is one."""
+    """The memory of one step of one rank.
+
+    allocator: samples of the device's allocator, where there is one.  elsewhere: bytes of the host's at the step's end.
+    """
 
     timeline: Timeline
     allocator: tuple[AllocatorSample, ...] = ()
+    elsewhere: Mapping[HostMemoryKind, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:

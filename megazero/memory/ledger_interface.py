@@ -28,8 +28,8 @@ class AnyLedger(Protocol):
     def resized(self, tensor: Tensor) -> None:
         """Measure the tensor's storage again, which has been resized in place."""
 
-    def elsewhere(self, tensor: Tensor) -> None:
-        """Do not count the tensor's storage from here on: it is not the device's."""
+    def elsewhere(self, tensor: Tensor, *, is_pinned: bool = False) -> None:
+        """Count the tensor's storage apart from here on: it is the host's, pinned or not, and not the device's."""
 
     def phase(self, phase: Phase) -> None:
         """Begin another phase of the step."""
@@ -61,7 +61,7 @@ class NullLedger:
     def resized(self, tensor: Tensor) -> None:
         return None
 
-    def elsewhere(self, tensor: Tensor) -> None:
+    def elsewhere(self, tensor: Tensor, *, is_pinned: bool = False) -> None:
         return None
 
     def phase(self, phase: Phase) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from megazero.comm.interface import Collective
+from megazero.comm.interface import Collective, FileTransfer, HostTransfer
 from megazero.comm.metered import Meter
 from megazero.memory.ledger_figures import CATEGORIES, StepMemory
 from megazero.memory.ledger_interface import AnyLedger
@@ -16,6 +16,7 @@ from megazero.report.ledger_picture import drawing, write_picture
 from megazero.report.metrics import StepPicture
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+_COUNTED = (*COLLECTIVES, *get_args(HostTransfer), *get_args(FileTransfer))
 
 # The first step is not typical: it makes buffers, optimizer moments and the allocator's cache.
 _FIRST_DRAWN = 2
@@ -46,6 +47,8 @@ class StepLedger:
                 for axis, by_collective in self.traffic.items()
             },
         }
+        if any(self.memory.elsewhere.values()):
+            record["elsewhere"] = dict(self.memory.elsewhere)
         gap = self.memory.allocator_gap
         return record if gap is None else record | {"allocator_gap": gap}
 
@@ -54,7 +57,7 @@ def traffic(meter: Meter) -> dict[str, dict[str, Traffic]]:
     """Return the traffic counted since the meter's last reset; a rank that is alone on an axis sends nothing."""
     table: dict[str, dict[str, Traffic]] = {}
     for axis in meter.bytes_by_axis():
-        counts = {name: meter.count(axis, name) for name in COLLECTIVES}
+        counts = {name: meter.count(axis, name) for name in _COUNTED}
         table[axis] = {name: Traffic(count.calls, count.nbytes) for name, count in counts.items() if count.nbytes}
     return {axis: by_collective for axis, by_collective in table.items() if by_collective}
 

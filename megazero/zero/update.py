@@ -104,7 +104,7 @@ class ShardUpdate:
         self._coordinates = dict(counted_at)
         self._sub_groups = [sub_group for bucket in self._buckets for sub_group in shards.sub_groups(bucket)]
         self._num_fetched = 0  # of these, in this step, or updated without
-        self._reads_ahead = reads_ahead
+        self._reads_ahead = reads_ahead and any(map(shards.is_in_files, self._buckets))
         self.runs = [run for sub_group in self._sub_groups for run in self._runs(sub_group)]
         self._left_alone: dict[str, Tensor] = {}  # by parameter, the steps that have left it as it was, float32
         if not optimizer.moments:
@@ -207,9 +207,9 @@ class ShardUpdate:
             with self._timers.measure("optimizer-inner-step"):
                 if owned.parameter:
                     self._update_parameter(index, at_home, absent.get(owned.parameter), memory)
-                else:
-                    tensors = self._tensors
-                    self._optimizer.update(index, tensors(owned), at_home.step, at_home.inputs, buffers=memory)
+                else:  # no name for the tensors: what is in files stays in memory as long as it is referred to
+                    inner, (count, own) = self._optimizer, at_home
+                    inner.update(index, self._tensors(owned), count, own, buffers=memory)
             following = self.runs[index + 1].sub_group if index + 1 < len(self.runs) else None
             if following is not owned.sub_group:
                 self._leave(owned.sub_group, is_last=following is None or following.bucket is not owned.bucket)

@@ -52,7 +52,9 @@ def test_every_known_key_has_an_answer() -> None:
         " zero_optimization.prefetch_bucket_size: honoured; it sets --prefetch-bucket-size; a whole number, at least 0;"
     )
     offload = flat("zero_optimization.offload_param.device")
-    assert offload.endswith('honoured; it sets --offload-param; one of none, cpu; DeepSpeed\'s default is "none".')
+    assert offload.endswith(
+        'honoured; it sets --offload-param; one of none, cpu, nvme; DeepSpeed\'s default is "none".'
+    )
     assert flat("bfloat16.enabled").endswith("honoured; true or false; DeepSpeed's default is false.")
 
 

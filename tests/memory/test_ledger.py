@@ -238,8 +238,10 @@ def test_what_is_elsewhere_is_not_counted_whatever_happens_to_it() -> None:
         step = ledger.take()
         check_sums(step)
         assert step.timeline.totals.tolist() == [0, 100, 140, 40]  # as counted before the report
-        ledger.elsewhere(device)  # a tensor of an earlier step
+        assert step.elsewhere == {"pinned_host": 0, "host": 200}
+        ledger.elsewhere(device, is_pinned=True)  # a tensor of an earlier step
         assert (nonzero(ledger.live_bytes()), ledger.elsewhere_bytes()) == ({}, 240)
+        assert ledger.elsewhere_by_kind() == {"pinned_host": 40, "host": 200}
         del host, device
         assert ledger.elsewhere_bytes() == 0
         step = ledger.take()

@@ -143,7 +143,8 @@ def _become_rank(arguments: list[str], stream: str, *, controls: bool) -> None:
     status = 1
     try:
         os.setsid()
-        opened = os.open(stream, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        # A terminal belongs to the first session that opens it, unless it is opened like this.
+        opened = os.open(stream, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY)
         if controls and os.isatty(opened):
             fcntl.ioctl(opened, termios.TIOCSCTTY, 0)
         for descriptor in range(3):
