@@ -185,6 +185,17 @@ class ZeroConfig:
         ge=1,
         le=1024,
     )
+    delayed_parameter_update: bool = setting(
+        False,
+        help="let the update of what offload_optimizer moves run beside the next step: a gradient changes the weights"
+        " of the step after the next; not the same training (ZeRO-Offload, section 5.2)",
+    )
+    delayed_parameter_update_start: int = setting(
+        40,
+        help="the optimizer's first steps, in which gradients change much, that delayed_parameter_update leaves alone",
+        unit="steps",
+        ge=0,
+    )
     offload_param: Literal["none", "cpu", "nvme"] = setting(
         "none",
         help="stage 3: home of partitioned parameters; cpu: host memory, from where a partition travels to the device"

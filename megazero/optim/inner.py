@@ -47,11 +47,13 @@ class StepInputs(NamedTuple):
 
     lr: learning rate; None: param groups have their own.  factor: the factor of gradients (unscaling and clipping).
     found_inf: float32, 1 if the step is to be skipped; None where no step is ever skipped.
+    options: those of all groups at this step; None: those that the groups have when their runs are updated.
     """
 
     lr: float | None
     factor: Tensor
     found_inf: Tensor | None
+    options: Sequence[Mapping[str, Any]] | None = None
 
     def for_masters(self, dtype: torch.dtype) -> "StepInputs":
         """Return the inputs with the factor as products with master weights of `dtype` take it: of this dtype, [1].
@@ -185,7 +187,7 @@ class FusedAdamW:
         lease.release()
 
     def _update_piece(self, run: Run, step: Tensor, inputs: StepInputs, memory: Tensor) -> None:
-        options = self.groups[run.group]
+        options = self.groups[run.group] if inputs.options is None else inputs.options[run.group]
         if options.get("amsgrad"):
             rule = "this AdamW was made without the third moment that amsgrad needs"
             raise UsageError(Problem("amsgrad=True in a param group", rule, "amsgrad in the optimizer's configuration"))
@@ -259,7 +261,8 @@ class Elementwise:
         gradient = _scaled(run.gradient, inputs.factor, lease.tensor)
         if run.moments:
             self.optimizer.attach(position, run.master, run.moments)
-        self.optimizer.step_run(position, gradient, lr=inputs.lr)
+        options = None if inputs.options is None else inputs.options[run.group]
+        self.optimizer.step_run(position, gradient, lr=inputs.lr, options=options)
         if run.moments:
             self.optimizer.detach(position, run.moments)
         lease.release()

@@ -97,14 +97,18 @@ class TorchOptimizer:
         self._pieces = (*self._pieces[:index], *parts, *self._pieces[index + 1 :])
         self._groups = (*self._groups[:index], *(self._groups[index] for _ in parts), *self._groups[index + 1 :])
 
-    def step_run(self, index: int, gradient: Tensor, *, lr: float | None = None) -> None:
+    def step_run(
+        self, index: int, gradient: Tensor, *, lr: float | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
         """Update run `index` in place; the other runs stay untouched.
 
         gradient: unscaled and clipped, of the run's shape and dtype; it is not retained, but may be written to.
-        lr: this step's rate; None takes that of the template's group.
+        lr: this step's rate; None takes that of the options.  options: those of the group at this step; None takes
+        those that the template's group has now.
         """
         piece = self._pieces[index]
-        piece.set_options(_options(self.template.param_groups[self._groups[index]], gradient.device))
+        group = self.template.param_groups[self._groups[index]] if options is None else options
+        piece.set_options(_options(group, gradient.device))
         if lr is not None:
             piece.set_options({"lr": lr})
         piece.step(gradient)

@@ -185,6 +185,18 @@ SHARED: tuple[Row[SharedSections], ...] = (
         {"offload_optimizer": "cpu"},
     ),
     Row(
+        ("delayed_parameter_update",),
+        lambda s: (
+            "offload_optimizer none updates all of it on the device" if s.zero.offload_optimizer == "none" else ""
+        ),
+        {"offload_optimizer": "cpu"},
+    ),
+    Row(
+        ("delayed_parameter_update_start",),
+        lambda s: "" if s.zero.delayed_parameter_update else "no update is delayed",
+        {"delayed_parameter_update": True},
+    ),
+    Row(
         ("offload_optimizer",),
         lambda s: "" if s.zero.offload_optimizer_ratio else "offload_optimizer_ratio 0 keeps all of it on the device",
     ),

@@ -90,6 +90,7 @@ class Saver:
 
     def save(self, state: TrainState) -> Path:
         """Write one checkpoint, on all ranks together; return its folder."""
+        self.engine.publish_late()  # a run that goes on from here begins with what is saved
         self.engine.ensure_parameters()
         progress = {**state.to_json(), **self.extra, PROGRESS_KEY: self.run.to_json()}
         progress |= numbers_entry(numbers_of_all(self.engine, control=self.mesh.control))

@@ -34,6 +34,7 @@ from megazero.zero.gather import ParameterGather
 from megazero.zero.gathered import raise_changes
 from megazero.zero.gradient_guard import GradientGuards
 from megazero.zero.guard import attach_handle, detach_handle
+from megazero.zero.late_update import LateUpdate
 from megazero.zero.layout import (
     FlatLayout,
     LayoutRules,
@@ -179,6 +180,7 @@ class Engine:
         )
         self._offloaded = OffloadedStates(self._host, settings.ledger)
         self._files = self._make_files()
+        self._late = LateUpdate()
         self._parameter_files = self._make_parameter_files()
         self._shards = Shards(
             plan,
@@ -194,6 +196,7 @@ class Engine:
             files=self._files,
             parameter_files=self._parameter_files,
             sub_group_numel=zero.sub_group_size or UNLIMITED,
+            late=self._late,
             check_back=self._offloaded.check_back,
         )
         self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero, timers=settings.timers)
@@ -223,6 +226,7 @@ class Engine:
             self._publisher,
             settings.optimizer,
             reads_ahead=zero.offload_pipeline_read,
+            num_at_once=zero.delayed_parameter_update_start if zero.delayed_parameter_update else None,
             counted_at=self._coordinates,
             names=settings.parameter_names,
             timers=settings.timers,
@@ -407,6 +411,7 @@ class Engine:
 
     def local_norms(self) -> LocalNorms:
         """Return this rank's share of the gradient norm and of the overflow check, of gradients as they are stored."""
+        self._update.finish_copies()
         return self._update.local_norms(self._reducer.scratch)
 
     def present_gradients(self) -> Tensor | None:
@@ -434,6 +439,16 @@ class Engine:
         self._publisher.ensure_all()  # of units that no forward has used since the step before
         self._update.apply(inputs, self._reducer.scratch, absent)
         self.num_weight_changes += 1
+
+    def publish_late(self) -> None:
+        """Let all parameters have what an update has made that runs beside the next step; a collective call.
+
+        Parameters are a step behind else, between two steps of which each is updated late.
+        """
+        if self._late.unpublished:
+            self._gather.release_all()
+            self._publisher.ensure_all()
+            self._update.publish_late()
 
     def release_all(self) -> None:
         """Release all gathered parameters that are not pinned."""
@@ -476,6 +491,7 @@ class Engine:
 
     def optimizer_numbers(self) -> OptimizerNumbers:
         """Return what the optimizer keeps beside its elements' state, of this rank's runs."""
+        self._update.finish_copies()
         return self._update.numbers()
 
     def start_optimizer(self, numbers: OptimizerNumbers, *, num_steps: float) -> None:
@@ -488,6 +504,7 @@ class Engine:
         Between two steps.  Working parameters and gradients that are whole on every rank stay.
         """
         self._gather.check_unpinned("offloading states")
+        self.publish_late()
         self.written.find()
         self._gather.release_all()
         self.ensure_parameters()
@@ -530,11 +547,13 @@ class Engine:
     def owned_state(self) -> Iterator[StateFragment]:
         """Yield the state that this rank saves; over all ranks, every element of every parameter and kind once."""
         self._offloaded.check_back("reading the engine's state")
+        self._update.finish_copies()
         self.written.find()
         yield from chain(self._shards.owned_state(self._coordinates), self._update.optimizer_state(is_saved=True))
 
     def counted_gradients(self) -> Iterator[StateFragment]:
         """Yield the reduced gradients that this rank counts; over all ranks, every element of a parameter once."""
+        self._update.finish_copies()
         return self._update.counted_gradients()
 
     def wanted_state(self) -> Iterator[StateFragment]:
@@ -619,6 +638,7 @@ class Engine:
 
     def gather(self, names: Iterable[str], why: str) -> None:
         """Gather parameters on every rank, and pin them until `release`; a collective call."""
+        self.publish_late()
         for name in names:
             unit = self._gather.unit_of(name)
             if unit is None:
@@ -676,7 +696,9 @@ class Engine:
         What is being published is waited for, unless a collective has failed, after which none ends.
         """
         if self._flight.failed is None:
+            self.publish_late()
             self.ensure_parameters()
+        self._late.close()
         self._frames.close()
         self.written.close()
         for module in self.model.modules():

@@ -30,6 +30,7 @@ from megazero.memory.homes import DeviceHome, StateHome
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.zero.gradient_guard import may_have
+from megazero.zero.late_update import LateUpdate
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
 from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan
 
@@ -89,13 +90,14 @@ class Shards:
         files: FileStates | None = None,
         parameter_files: FileStates | None = None,
         sub_group_numel: int = UNLIMITED,
+        late: LateUpdate | None = None,
         check_back: Callable[[str], None] = lambda call: None,
     ) -> None:
         """Allocate the state and copy the first values to it.
 
         host: the home in host memory, where the plan has one.  files, parameter_files: the homes in files, of the
         optimizer's states and of partitions of parameters, likewise.
-        sub_group_numel: the most elements that are updated at once.
+        sub_group_numel: the most elements that are updated at once.  late: the updates that run beside the next step.
         check_back: raises UsageError for a call that needs state which has left the device for a while.
         moments: the kinds that the optimizer keeps beside the master weights.  kinds_in_files: those of the states in
         files, where an optimizer that would keep its state itself has it here.
@@ -116,6 +118,7 @@ class Shards:
         is_whole = plan.optimizer.placement is Placement.REPLICATED
         self._owned = [bucket.range for bucket in buckets] if is_whole else self._partitions
         self.check_back = check_back
+        self.late = late or LateUpdate()
         self.device_home = DeviceHome(self.device)
         self._homes: Mapping[Home, StateHome] = {
             Home.DEVICE: self.device_home,
@@ -330,7 +333,14 @@ class Shards:
         bucket, within = sub_group
         if self._state(bucket).master is None:
             return ARRIVED
-        home, master, shard = self.home(bucket), self.master(bucket, within), self._working_shards.get(bucket.section)
+        return self.copy_to_working(bucket, within, self.master(bucket, within))
+
+    def copy_to_working(self, bucket: Bucket, within: Range, values: Tensor) -> Arrival:
+        """Begin to copy values [numel of within], which are at the bucket's home, to working parameters.
+
+        Nothing may change them until the arrival.
+        """
+        home, shard = self.home(bucket), self._working_shards.get(bucket.section)
         if isinstance(shard, FileState):  # all sub-groups of the bucket are copied
             working = shard.overwrite(self._place_in_shard(bucket, within))
         else:
@@ -338,12 +348,12 @@ class Shards:
         is_partitioned = self.layout.sections[bucket.section].partitioned
         target = self._parameter_home if is_partitioned else self.device_home
         if target.is_device:
-            return home.load(working, master)
+            return home.load(working, values)
         if home.is_device:
-            narrowed = master.to(working.dtype)
+            narrowed = values.to(working.dtype)
             target.store(working, narrowed).finish()  # before it is freed
         else:
-            working.copy_(master)
+            working.copy_(values)
         return ARRIVED
 
     def store_partition(self, bucket: Bucket) -> None:
@@ -451,6 +461,7 @@ class Shards:
 
         A master weight that rounds to the value is left: it has digits that the working dtype cannot represent.
         """
+        self.late.finish()
         slot = next(slot for slot in section.slots if slot.spec.name == name)
         value = self.flat(section)[slot.start : slot.stop]
         if section.partitioned:
@@ -462,6 +473,9 @@ class Shards:
                     master = self.master(bucket, fragment.within)
                     new = value[fragment.start : fragment.stop].to(master.device)
                     master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+                    if (late := self.late.weights.get(bucket.index)) is not None:
+                        first = self.owned(bucket).start
+                        late.values[fragment.within.start - first : fragment.within.stop - first].copy_(new)
 
     def _store_working(self, section: Section, name: str, value: Tensor) -> None:
         """Write this rank's partition of a parameter's value to the working shard."""

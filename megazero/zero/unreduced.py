@@ -99,6 +99,7 @@ class Departures:
             if lease is not None:
                 lease.release()
             return
+        self._shards.late.wait_for(bucket)  # it may still be updated with the sums of the step before
         if adds or reduced.dtype != target.dtype:
             total = self._buffers.lease(within.numel, target.dtype)
             if adds:

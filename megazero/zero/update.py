@@ -1,8 +1,8 @@
 """The update: norms of reduced gradients, the inner optimizer on what this rank owns, and publishing."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
 from megazero.parallel.param_spec import StateElsewhere, StateFragment
 from megazero.timers import Timers
+from megazero.zero.late_update import LateWeights
 from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.shards import Shards, SubGroup
@@ -56,6 +57,14 @@ class _HomeStep(NamedTuple):
     step: Tensor
     inputs: StepInputs
 
+    def at_present(self, groups: Sequence[Mapping[str, Any]]) -> "_HomeStep":
+        """Return the step with the options that the optimizer's groups have now, whenever it is taken."""
+        options = [
+            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+            for group in groups
+        ]
+        return _HomeStep(self.step.clone(), self.inputs._replace(options=options))
+
 
 class OptimizerNumbers(NamedTuple):
     """What an optimizer keeps beside its elements' state, such as a count of steps; None for what has no state yet.
@@ -86,6 +95,7 @@ class ShardUpdate:
         optimizer: InnerOptimizer,
         *,
         reads_ahead: bool = True,
+        num_at_once: int | None = None,
         counted_at: Mapping[str, int],
         timers: Timers,
         names: Sequence[str] = (),
@@ -93,6 +103,8 @@ class ShardUpdate:
         """Divide what this rank owns into runs.
 
         reads_ahead: whether states in files are read while others are updated.
+        num_at_once: the optimizer's first steps that are not late; after them updates of what does not live on the
+        device run beside the next step.  None: no step is late.
         counted_at: this rank's coordinates on the axes over which parameters may be replicated ({"tp": 1}).
         names: the parameters that `LocalNorms.first_overflow` counts; without them, those of the layout.
         """
@@ -102,10 +114,16 @@ class ShardUpdate:
         self._timers = timers
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
-        self._sub_groups = [sub_group for bucket in self._buckets for sub_group in shards.sub_groups(bucket)]
-        self._num_fetched = 0  # of these, in this step, or updated without
-        self._reads_ahead = reads_ahead and any(map(shards.is_in_files, self._buckets))
-        self.runs = [run for sub_group in self._sub_groups for run in self._runs(sub_group)]
+        self._late, self._num_at_once = shards.late, num_at_once
+        # A late update goes through the buckets as the next backward will, which waits for those it overwrites.
+        self._in_order = self._buckets if num_at_once is None else self._buckets[::-1]
+        in_files = filter(shards.is_in_files, self._in_order)
+        self._sub_groups_in_files = [sub_group for bucket in in_files for sub_group in shards.sub_groups(bucket)]
+        self._num_fetched = self._num_updated = 0  # of these, in this step; what is updated without counts as fetched
+        self._reads_ahead = reads_ahead
+        self.runs = [
+            run for bucket in self._buckets for sub_group in shards.sub_groups(bucket) for run in self._runs(sub_group)
+        ]
         self._left_alone: dict[str, Tensor] = {}  # by parameter, the steps that have left it as it was, float32
         if not optimizer.moments:
             optimizer.bind([self._bound(owned) for owned in self.runs])
@@ -189,9 +207,9 @@ class ShardUpdate:
         its moments and its number of steps.
         Where a flag or an overflow may keep a torch optimizer from stepping, the host waits for the device.
         """
+        self.publish_late()
         if self._optimizer.skips_on_host and inputs.found_inf is not None and bool(inputs.found_inf.item()):
             return
-        self.finish_copies()
         step = self._shards.optimizer_step
         advance(step, inputs)
         for name, flag in absent.items():
@@ -199,24 +217,24 @@ class ShardUpdate:
             self._left_alone[name] += flag if inputs.found_inf is None else flag * (1.0 - inputs.found_inf)
         inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
         steps = {home: _at_home(home, step, inputs) for home in self._homes}
-        num_updated = 0
+        runs: dict[int, list[int]] = {bucket.index: [] for bucket in self._in_order}
         for index, owned in enumerate(self.runs):
-            home = self._shards.home(owned.bucket)
-            at_home, memory = steps[home], home.scratch(buffers)
-            self._fetch_next()
-            with self._timers.measure("optimizer-inner-step"):
-                if owned.parameter:
-                    self._update_parameter(index, at_home, absent.get(owned.parameter), memory)
-                else:  # no name for the tensors: what is in files stays in memory as long as it is referred to
-                    inner, (count, own) = self._optimizer, at_home
-                    inner.update(index, self._tensors(owned), count, own, buffers=memory)
-            following = self.runs[index + 1].sub_group if index + 1 < len(self.runs) else None
-            if following is not owned.sub_group:
-                self._leave(owned.sub_group, is_last=following is None or following.bucket is not owned.bucket)
-                num_updated += 1
-                # One that found no buffer to be fetched to has come all the same; after its update nobody wants it.
-                self._num_fetched = max(self._num_fetched, num_updated)
-        self._num_fetched = 0
+            runs[owned.bucket.index].append(index)
+        late: list[tuple[Bucket, Callable[[], None]]] = []
+        for bucket in self._in_order:
+            home = self._shards.home(bucket)
+            indices, at_home, memory = runs[bucket.index], steps[home], home.scratch(buffers)
+            if self._is_late(home, at_home):
+                at_home = at_home.at_present(self._optimizer.options)
+                late.append((bucket, partial(self._update_late, bucket, indices, at_home, absent, memory)))
+                continue
+            for index in indices:
+                with self._timers.measure("optimizer-inner-step"):
+                    self._update_run(index, at_home, absent, memory)
+                if self._is_last_of_sub_group(index):
+                    self._leave(self.runs[index].sub_group, is_last=index == indices[-1])
+        if late:
+            self._late.begin(late)
 
     def states_on_device(self) -> list[Tensor]:
         """Return the tensors of the device that hold the optimizer's state."""
@@ -229,13 +247,31 @@ class ShardUpdate:
         return [*self._shards.moments_on_device(), *own]
 
     def finish_copies(self) -> None:
-        """Wait until the host may write to master weights: those updated last have reached the device."""
+        """Wait until the host may read and write the optimizer's state.
+
+        A late update has ended then, and the master weights updated last have reached the device.
+        """
+        self._late.finish()
         while self._travelling:
             self._travelling.pop().finish()
 
+    def publish_late(self) -> None:
+        """Wait for a late update, and publish what it has made; a collective call of the data-parallel ranks."""
+        self.finish_copies()
+        for bucket in self._buckets:
+            if bucket.index in self._late.unpublished:
+                values = self._late.weights[bucket.index].values
+                arrival = self._shards.copy_to_working(bucket, self._shards.owned(bucket), values)
+                self._shards.store_partition(bucket)
+                self._publisher.publish(bucket, arrival)
+                self._late.weights[bucket.index] = LateWeights(values, arrival)
+        self._late.unpublished.clear()
+
     def publish_masters(self, buckets: Iterable[Bucket]) -> None:
         """Copy the master weights of whole buckets to the working parameters of all ranks that have them."""
+        self.finish_copies()
         for bucket in buckets:
+            self._late.unpublished.discard(bucket.index)
             arrival = ARRIVED
             for sub_group in self._shards.sub_groups(bucket):
                 arrival = self._shards.copy_master_to_working(sub_group)
@@ -243,10 +279,54 @@ class ShardUpdate:
             self._shards.store_partition(bucket)
             self._publisher.publish(bucket, arrival)
 
+    def _is_late(self, home: StateHome, at_home: "_HomeStep") -> bool:
+        """Return True if a step's update of what lives in a home runs beside the next step."""
+        return self._num_at_once is not None and not home.is_device and int(at_home.step.item()) > self._num_at_once
+
+    def _update_late(
+        self,
+        bucket: Bucket,
+        indices: Sequence[int],
+        at_home: "_HomeStep",
+        absent: Mapping[str, Tensor],
+        memory: Scratch,
+    ) -> None:
+        """Update a bucket and leave its new weights in the working parameters' format, to be published later."""
+        first = self._shards.owned(bucket).start
+        weights = self._late.weights.get(bucket.index) or self._make_late_weights(bucket)
+        weights.arrival.finish()  # the step before may still be on its way to the device
+        for index in indices:
+            self._update_run(index, at_home, absent, memory)
+            if self._is_last_of_sub_group(index):
+                sub_group = self.runs[index].sub_group
+                within = sub_group.within
+                values = weights.values[within.start - first : within.stop - first]
+                values.copy_(self._shards.master(bucket, within))
+                self._store(sub_group, ARRIVED)
+
+    def _make_late_weights(self, bucket: Bucket) -> LateWeights:
+        dtype = self._shards.layout.sections[bucket.section].dtype
+        values = self._shards.home(bucket).zeros(self._shards.owned(bucket).numel, dtype)
+        self._late.weights[bucket.index] = LateWeights(values, ARRIVED)
+        return self._late.weights[bucket.index]
+
+    def _update_run(self, index: int, at_home: "_HomeStep", absent: Mapping[str, Tensor], memory: Scratch) -> None:
+        owned = self.runs[index]
+        self._fetch_next()
+        if owned.parameter:
+            self._update_parameter(index, at_home, absent.get(owned.parameter), memory)
+        else:  # no name for the tensors: what is in files stays in memory as long as it is referred to
+            step, inputs = at_home
+            self._optimizer.update(index, self._tensors(owned), step, inputs, buffers=memory)
+
+    def _is_last_of_sub_group(self, index: int) -> bool:
+        following = self.runs[index + 1].sub_group if index + 1 < len(self.runs) else None
+        return following is not self.runs[index].sub_group
+
     def _leave(self, sub_group: SubGroup, *, is_last: bool) -> None:
         """Send an updated sub-group to the working parameters and to its file; is_last: of its bucket."""
         arrival = self._shards.copy_master_to_working(sub_group)
-        self._shards.store(sub_group, arrival)
+        self._store(sub_group, arrival)
         if is_last:  # copies arrive in order
             self._shards.store_partition(sub_group.bucket)
             self._publisher.publish(sub_group.bucket, arrival)
@@ -254,10 +334,21 @@ class ShardUpdate:
 
     def _fetch_next(self) -> None:
         """Begin to read the states of the sub-groups that are updated next, as far as there are buffers."""
-        while self._reads_ahead and self._num_fetched < len(self._sub_groups):
-            if not self._shards.fetch(self._sub_groups[self._num_fetched]):
+        while self._reads_ahead and self._num_fetched < len(self._sub_groups_in_files):
+            if not self._shards.fetch(self._sub_groups_in_files[self._num_fetched]):
                 return
             self._num_fetched += 1
+
+    def _store(self, sub_group: SubGroup, arrival: Arrival) -> None:
+        """Begin to write an updated sub-group to its file, if it has one; arrival: that of copies of it."""
+        if not self._shards.is_in_files(sub_group.bucket):
+            return
+        self._shards.store(sub_group, arrival)
+        self._num_updated += 1
+        # One that found no buffer to be fetched to has come all the same; after its update nobody wants it.
+        self._num_fetched = max(self._num_fetched, self._num_updated)
+        if self._num_updated == len(self._sub_groups_in_files):
+            self._num_fetched = self._num_updated = 0
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Yield what this rank owns of a trainable parameter's "master", "gradient", or optimizer state `kind`.

@@ -72,6 +72,14 @@ SHARED_CASES = (
     Case("allgather_partitions", False, ERROR, STAGE_3, {**STAGE_3, "param_persistence_threshold": 9}),
     Case("offload_optimizer", "cpu", ERROR, {"offload_optimizer_ratio": 0.0}, {}),
     Case("offload_optimizer_ratio", 0.5, ERROR, {}, {"offload_optimizer": "cpu"}),
+    Case("delayed_parameter_update", True, ERROR, {}, {"offload_optimizer": "cpu"}),
+    Case(
+        "delayed_parameter_update_start",
+        5,
+        ERROR,
+        {"offload_optimizer": "cpu"},
+        {"offload_optimizer": "cpu", "delayed_parameter_update": True},
+    ),
     Case("offload_pin_memory", False, ERROR, STAGE_3, {**STAGE_3, "offload_param": "cpu"}),
     *(
         Case(name, value, ERROR, {"offload_optimizer": "cpu"}, IN_FILES)

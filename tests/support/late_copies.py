@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from threading import RLock
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -38,6 +39,7 @@ class LateCopies:
         self._waits_ahead = waits_ahead
         self._queue: deque[tuple[int, Tensor, _Source]] = deque()
         self._number = 0
+        self._making = RLock()  # by one thread at a time
 
     def copy(self, target: Tensor, source: Tensor) -> "_LateArrival":
         assert source.is_contiguous(), "states are flat"
@@ -48,9 +50,10 @@ class LateCopies:
 
     def make(self, last: int) -> None:
         """Make the copies up to the one with this number."""
-        while self._queue and self._queue[0][0] <= last:
-            _, target, source = self._queue.popleft()
-            target.copy_(source.read().view_as(target))
+        with self._making:
+            while self._queue and self._queue[0][0] <= last:
+                _, target, source = self._queue.popleft()
+                target.copy_(source.read().view_as(target))
 
 
 class _LateArrival:
@@ -75,13 +78,15 @@ class _LateArrival:
 def late_copies(*, waits_ahead: bool = True) -> Iterator[None]:
     """Let all be late that engines made inside copy between a home and the device, and read from files and write."""
     requests: deque[Callable[[], None]] = deque()
+    making = RLock()
 
     def submit(io: BlockIO, request: Callable[[], None]) -> None:
         requests.append(request)
 
     def finish(transfer: Transfer) -> None:
-        while not transfer.is_done:
-            requests.popleft()()
+        with making:
+            while not transfer.is_done:
+                requests.popleft()()
 
     with (
         patch("megazero.memory.homes.copy_stream", partial(LateCopies, waits_ahead=waits_ahead)),

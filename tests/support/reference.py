@@ -41,7 +41,8 @@ class Batch(NamedTuple):
 class Recipe:
     """The settings of the reference's training; learning_rate(i) is the rate of step i = 0, 1, ...
 
-    factors: by name, what the rate of a weight is multiplied by; 1 for all others.
+    factors: by name, what the rate of a weight is multiplied by; 1 for all others.  late_from: the first step whose
+    gradients change the weights of the step after the next one; None: all change those of the next.
     """
 
     learning_rate: Callable[[int], float]
@@ -51,6 +52,7 @@ class Recipe:
     max_norm: float = 1.0
     frozen: frozenset[str] = frozenset()
     factors: Mapping[str, float] = field(default_factory=dict)
+    late_from: int | None = None
 
 
 @dataclass
@@ -66,7 +68,9 @@ def train(weights: Mapping[str, Tensor], batches: Sequence[Batch], recipe: Recip
     """Train on `batches`, one optimizer step each; `epsilon` is that of the layer norms."""
     history = History()
     live = {name: value.detach().double().clone().requires_grad_(True) for name, value in weights.items()}
+    masters = {name: value.detach().clone() for name, value in live.items()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in live.items()}
+    late: Weights = {}
     for step, batch in enumerate(batches):
         loss = mean_loss(live, batch, epsilon)
         grads = gradients(loss, live)
@@ -75,10 +79,14 @@ def train(weights: Mapping[str, Tensor], batches: Sequence[Batch], recipe: Recip
         factor = min(1.0, recipe.max_norm / (norm + 1e-6)) if recipe.max_norm > 0 else 1.0
         for name, grad in trained.items():
             own = recipe.factors.get(name, 1.0)
-            _adamw(live[name], grad * factor, moments[name], step, decayed(name), recipe, own)
+            _adamw(masters[name], grad * factor, moments[name], step, decayed(name), recipe, own)
+        is_late = recipe.late_from is not None and step >= recipe.late_from
+        for name, value in (late if is_late else masters).items():
+            live[name].data.copy_(value)
+        late = {name: master.clone() for name, master in masters.items()} if is_late else {}
         history.losses.append(loss.item())
         history.grad_norms.append(norm)
-    history.weights = {name: value.detach() for name, value in live.items()}
+    history.weights = masters
     return history
 
 

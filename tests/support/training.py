@@ -248,8 +248,11 @@ def assemble(pieces: Iterable[Saved]) -> dict[str, Tensor]:
     return full
 
 
-def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> History:
-    """Train the plain single-process float64 reference on the same text, with `settings` over those of all cells."""
+def reference_history(prefix: str, steps: int = STEPS, *, late_from: int | None = None, **settings: Any) -> History:
+    """Train the plain single-process float64 reference on the same text, with `settings` over those of all cells.
+
+    late_from: as for `Recipe`.
+    """
     config = Cell(settings=settings).config(prefix)
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
     batches, sizes = [], derived.step_sizes(config, 1)
@@ -270,6 +273,7 @@ def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> Histo
         weight_decay=0.1,
         max_norm=0.5,
         factors=dict.fromkeys(INPUT_AND_OUTPUT, (config.optimizer.decoupled_lr or LR) / LR),
+        late_from=late_from,
     )
     return train(first_weights(config), batches, recipe)
 

@@ -147,6 +147,7 @@ class Checkpoints:
             _CLIENT: text,
         }
         config = json.dumps(asdict(self.config), indent=1, default=str) + "\n"  # JSON is YAML
+        self.engine.publish_late()  # a training that goes on from here begins with what is saved
         self.engine.ensure_parameters()
         buffers = [_fragment(name, buffer) for name, buffer in _buffers(self.module)]
         if self.mesh.axis("tp").size > 1:

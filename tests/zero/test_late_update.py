@@ -1,0 +1,98 @@
+"""Tests of updates that run beside the next step: each gradient changes the weights of the step after the next one."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.late_copies import late_copies
+from support.processes import run_ranks
+from support.reference import History
+from support.training import Cell, Outcome, deviation, reference_history, train_on_rank, write_text_corpus
+
+from megazero.zero.late_update import LateUpdate
+from megazero.zero.layout import Bucket
+
+BOUND = 1e-9
+AT_ONCE, STEPS = 2, 7
+LATE = {"delayed_parameter_update": True, "delayed_parameter_update_start": AT_ONCE}
+HOST = {**LATE, "offload_optimizer": "cpu"}
+FILES = {**LATE, "offload_optimizer": "nvme", "sub_group_size": 700}
+CELLS = (
+    Cell(steps=STEPS, dp=2, stage=1, settings=HOST),
+    Cell(steps=STEPS, dp=2, stage=2, accumulation=2, settings=HOST),
+    Cell(steps=STEPS, dp=2, stage=2, settings={**FILES, "offload_buffer_count": 3}),
+    Cell(steps=STEPS, tp=2, dp=2, stage=3, settings={**HOST, "offload_param": "cpu", "sequence_parallel": True}),
+    Cell(steps=STEPS, pp=2, dp=2, stage=1, accumulation=4, settings=HOST),
+    Cell(steps=STEPS, dp=1, stage=3, accumulation=2, settings={**FILES, "offload_param": "nvme"}),
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def late(corpus: str) -> History:
+    return reference_history(corpus, STEPS, late_from=AT_ONCE)
+
+
+def train_late(rank: int, cell: Cell, prefix: str) -> Outcome:
+    folder = {"nvme_path": str(Path(prefix).parent)} if "nvme" in cell.settings.values() else {}
+    with late_copies():
+        return train_on_rank(rank, cell.with_settings(folder), prefix)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_every_layout_is_one_step_late(cell: Cell, corpus: str, late: History) -> None:
+    assert deviation(run_ranks(cell.world_size, train_late, cell, corpus), late).worst < BOUND
+
+
+def test_the_reference_of_late_updates_is_another_one(corpus: str, late: History) -> None:
+    exact = reference_history(corpus, STEPS)
+    assert exact.losses[: AT_ONCE + 1] == late.losses[: AT_ONCE + 1]
+    assert late.losses[AT_ONCE + 1] == pytest.approx(exact.losses[AT_ONCE + 1], rel=0.2)
+    assert abs(late.losses[AT_ONCE + 1] - exact.losses[AT_ONCE + 1]) > 1e3 * BOUND
+
+
+def bucket(index: int) -> Bucket:
+    return Bucket(index, 0, 0, 16, 1, {})
+
+
+def test_tasks_run_in_order_beside_their_caller() -> None:
+    update, gate, done = LateUpdate(), threading.Event(), []
+
+    def task(index: int) -> None:
+        if index == 1:
+            gate.wait()
+        assert not torch.is_grad_enabled()
+        done.append(index)
+
+    update.begin((bucket(index), lambda index=index: task(index)) for index in (2, 1, 0))
+    update.wait_for(bucket(2))
+    update.wait_for(bucket(7))  # which has no task
+    time.sleep(0.01)
+    assert done == [2]
+    gate.set()
+    update.finish()
+    assert done == [2, 1, 0] and update.unpublished == {2, 1, 0}
+    update.close()
+
+
+@pytest.mark.parametrize("waits", [lambda update: update.finish(), lambda update: update.wait_for(bucket(1))])
+def test_a_failed_task_is_the_last(waits: Any) -> None:
+    update, done = LateUpdate(), []
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    update.begin([(bucket(0), lambda: done.append(0)), (bucket(1), fail), (bucket(2), lambda: done.append(2))])
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            waits(update)
+    update.close()
+    assert done == [0]
