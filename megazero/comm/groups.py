@@ -12,17 +12,20 @@ So a rank of the first two makes at most as many groups as there are splits, how
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store, _get_default_store
 
-from megazero.comm.mesh import GATHERING, channel_keys
-from megazero.parallel.topology import AXES, ENDS, Topology
+from megazero.comm.mesh import GATHERING, SHARD_GATHERING, channel_keys
+from megazero.parallel.topology import AXES, ENDS, REPLICAS, SHARDS, Topology
 
+# {key: axis} of what ZeRO uses where it partitions over a part of the data-parallel axis.
+SHARD_KEYS: Mapping[str, str] = MappingProxyType({SHARDS: SHARDS, SHARD_GATHERING: SHARDS, REPLICAS: REPLICAS})
 _MOST_CHANNEL_BLOCKS = 4  # thread blocks of an open receive of a pipeline, which runs beside the stage's computation
 
 
@@ -56,19 +59,19 @@ def splits(topology: Topology) -> tuple[Split, ...]:
     those before it, which must be the same on all members.
     """
     keys = {axis: axis for axis in AXES} | {GATHERING: "dp"}
+    keys |= SHARD_KEYS if topology.replicas > 1 else {}
     keys |= dict.fromkeys(channel_keys(topology.pp), "pp") | {ENDS: ENDS}
-    groups = {axis: topology.groups(axis) for axis in (*AXES, ENDS) if topology.size(axis) > 1}
+    groups = {axis: topology.groups(axis) for axis in dict.fromkeys(keys.values()) if topology.size(axis) > 1}
     return tuple(Split(key, axis, groups[axis]) for key, axis in keys.items() if axis in groups)
 
 
 def make_groups(
-    topology: Topology, rank: int, device: torch.device, limits: Limits
+    planned: Sequence[Split], rank: int, device: torch.device, limits: Limits
 ) -> dict[str, dist.ProcessGroup | None]:
-    """Make this rank's groups of every split; return them by key, None where it is in no group of the split.
+    """Make this rank's groups of the splits; return them by key, None where it is in no group of the split.
 
     A collective call of all ranks of the job.
     """
-    planned = splits(topology)
     if not planned:
         return {}
     maker = group_maker(device, limits)

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from megazero.comm.interface import Communicator
+from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import Meter
-from megazero.parallel.topology import WORLD, Topology
+from megazero.parallel.topology import REPLICAS, SHARDS, WORLD, Topology
 
 GATHERING = "dp_gather"  # the key of the second communicator of the data-parallel axis
+SHARD_GATHERING = "dp_shard_gather"  # the key of that of the shard group, where it is a part of the axis
 CONTROL = "control"  # the key of the communicator of all ranks for CPU tensors, where "world" carries a GPU's only
 # The keys of those over which messages of CPU tensors reach rank 0, the innermost first, where no group has all ranks.
 CONTROL_AXES = ("control_tp", "control_dp")
+_ALONE: Communicator = LocalCommunicator()
 
 # Keys of the pipeline's channels.  A group whose communicator is made at once (NCCL's are) runs one operation after the
 # other on each rank, so a receive that is posted ahead would hold up every send behind it.  Hence activations and
@@ -54,8 +57,18 @@ class Mesh:
 
     @property
     def gathering(self) -> Communicator:
-        """The data-parallel axis over a second group: parameters are sent beside gradients, in any order."""
-        return self.communicators[GATHERING]
+        """The ranks of `partition` over a second group: parameters are sent beside gradients, in any order."""
+        return self.communicators.get(SHARD_GATHERING, self.communicators[GATHERING])
+
+    @property
+    def partition(self) -> Communicator:
+        """The ranks over which ZeRO partitions: the data-parallel axis, or a shard group of it."""
+        return self.communicators.get(SHARDS, self.communicators["dp"])
+
+    @property
+    def replicas(self) -> Communicator:
+        """The data-parallel ranks that hold the same partitions as this one."""
+        return self.communicators.get(REPLICAS, _ALONE)
 
     def channel(self, key: str, *, link: int) -> Communicator:
         """Return the pipeline axis for ACTIVATIONS or GRADIENTS between stage `link` and the one behind it."""

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -10,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 
 from megazero.comm.gpu_environment import defaults_line, missing_defaults
-from megazero.comm.groups import Limits, Split, gloo_maker, make_groups
+from megazero.comm.groups import SHARD_KEYS, Limits, Split, gloo_maker, make_groups, splits
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
-from megazero.comm.mesh import ACTIVATIONS, CONTROL, GATHERING, GRADIENTS, Mesh, channel_keys
+from megazero.comm.mesh import ACTIVATIONS, CONTROL, GATHERING, GRADIENTS, SHARD_GATHERING, Mesh, channel_keys
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.comm.rendezvous import claim_gpu, open_store
@@ -22,7 +23,7 @@ from megazero.errors import Problem, TopologyError
 from megazero.memory.lease import NO_SCRATCH, Scratch
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import share_of_cores
-from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
+from megazero.parallel.topology import AXES, ENDS, REPLICAS, SHARDS, WORLD, Topology
 
 _LONGER = "mend what keeps them apart, or wait longer by --distributed-join-timeout-minutes"
 
@@ -132,7 +133,7 @@ def make_mesh(
     """
     limits = Limits(*(None if limit is None else timedelta(minutes=limit) for limit in (timeout_minutes, join_minutes)))
     meter = meter or Meter()
-    groups = make_groups(topology, rank, device, limits)
+    groups = make_groups(splits(topology), rank, device, limits)
     if topology.world_size > 1:
         groups[WORLD] = default_group()
     axes = {axis: axis for axis in (*AXES, ENDS, WORLD)} | dict.fromkeys(channel_keys(topology.pp), "pp")
@@ -144,12 +145,41 @@ def make_mesh(
     both = data_parallel(groups.get("dp"), groups.get(GATHERING), scratch)
     for key, communicator in zip(("dp", GATHERING), both, strict=True):
         communicators[key] = MeteredCommunicator(communicator, "dp", meter, key)
+    if topology.replicas > 1:
+        communicators |= _of_shards(groups, scratch, meter)
     if topology.world_size > 1 and not carries_cpu_tensors(default_group()):
         group = gloo_maker(limits).make(Split(CONTROL, WORLD, topology.groups(WORLD)), rank)
         communicators[CONTROL] = MeteredCommunicator(_communicator(group, NO_SCRATCH), WORLD, meter, CONTROL)
     mesh = Mesh(topology, rank, device, communicators, meter)
     _connect_stages(mesh)
     return mesh
+
+
+def divide_data_axis(mesh: Mesh, replicas: int, scratch: Scratch, limits: Limits) -> Mesh:
+    """Return the mesh with its data-parallel axis divided into `replicas` shard groups, over which ZeRO partitions.
+
+    A collective call of all ranks of the job, which are those of the mesh.
+    """
+    topology = replace(mesh.topology, replicas=replicas)
+    planned = [split for split in splits(topology) if split.key in SHARD_KEYS]
+    groups = make_groups(planned, mesh.rank, mesh.device, limits)
+    return replace(
+        mesh,
+        topology=topology,
+        communicators={**mesh.communicators, **_of_shards(groups, scratch, mesh.meter)},
+    )
+
+
+def _of_shards(
+    groups: Mapping[str, dist.ProcessGroup | None], scratch: Scratch, meter: Meter
+) -> dict[str, Communicator]:
+    """Return the metered communicators of this rank's shard group, and of the ranks with the same partitions."""
+    both = data_parallel(groups.get(SHARDS), groups.get(SHARD_GATHERING), scratch)
+    made: dict[str, Communicator] = {
+        key: MeteredCommunicator(communicator, SHARDS, meter, key)
+        for key, communicator in zip((SHARDS, SHARD_GATHERING), both, strict=True)
+    }
+    return made | {REPLICAS: MeteredCommunicator(_communicator(groups.get(REPLICAS), scratch), REPLICAS, meter)}
 
 
 def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from megazero.config.engine_sections import LimitConfig, OptimizerConfig
+from megazero.config.engine_sections import LimitConfig, OptimizerConfig, ZeroConfig
 from megazero.config.lengths import RateLengths, RunLength
 from megazero.config.model import ModelConfig
 from megazero.config.run import RunConfig
@@ -76,6 +76,15 @@ def given_split(config: RunConfig) -> tuple[int, ...] | None:
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
     """Return the number of copies of the model that are trained side by side."""
     return world_size // model_parallel_size(config)
+
+
+def num_replicas(zero: ZeroConfig, data_parallel_size: int) -> int:
+    """Return the number of shard groups into which ZeRO divides the data-parallel processes."""
+    if zero.zero_stage == 0:
+        return 1
+    if zero.mics_shard_size > 0:
+        return data_parallel_size // zero.mics_shard_size
+    return zero.num_distributed_optimizer_instances
 
 
 def samples_per_micro_step(config: RunConfig, world_size: int) -> int:

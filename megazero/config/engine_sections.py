@@ -41,6 +41,20 @@ class ZeroConfig:
         aliases=("zero-allgather-bucket-size",),
         ge=0,
     )
+    mics_shard_size: int = setting(
+        -1,
+        help="data-parallel processes over which model states are partitioned, neighbours, best those of a node; each"
+        " such group has a replica of the states, and gradients are summed over the replicas once a step (MiCS);"
+        " -1: all",
+        unit="processes",
+        ge=-1,
+    )
+    num_distributed_optimizer_instances: int = setting(
+        1,
+        help="the same as the number of replicas, each partitioned over as many data-parallel processes",
+        unit="replicas",
+        ge=1,
+    )
     overlap_comm: bool = setting(True, help="let reductions and gathers run while the model computes")
     contiguous_gradients: bool = setting(
         True,

@@ -112,9 +112,6 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "expert-model-parallel-size": Fixed(("1",), _NO_EXPERTS),
         "expert-tensor-parallel-size": Fixed(("1",), _NO_EXPERTS),
         "encoder-tensor-model-parallel-size": Fixed(("0",), "a GPT has no encoder"),
-        "num-distributed-optimizer-instances": Fixed(
-            ("1",), "optimizer states are partitioned once, over all data-parallel processes"
-        ),
         "DDP-impl": Fixed(("local", "torch"), "the engine reduces gradients itself, in every ZeRO stage"),
         "vocab-extra-ids": Fixed(("0",), "the vocabulary is the tokenizer's; --vocab-size makes room for more"),
     }

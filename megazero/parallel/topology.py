@@ -6,6 +6,11 @@ neighbours.  By default that is `tp`, so that the ranks that communicate most ar
 
     rank = (pp_index * dp + dp_index) * tp + tp_index        e.g. dp 2, tp 2:   dp 0: [0 1]   dp 1: [2 3]
 
+ZeRO may partition over a part of `dp` only (MiCS, arXiv 2205.00119): neighbours along `dp` form *shard groups*, each of
+which holds one *replica* of the model states.
+
+    dp_index = replica * shards + shard                      e.g. 2 replicas of dp 4:   [0 1]   [2 3]
+
 No process group is needed here; 1,024 ranks cost the same as one.
 """
 
@@ -19,18 +24,25 @@ from megazero.units import counted
 AXES = ("pp", "dp", "tp")  # outermost first
 WORLD = "world"  # the pseudo-axis that holds every rank
 ENDS = "ends"  # the pseudo-axis of the first and the last pipeline stage, which share a tied embedding
+SHARDS = "dp_shard"  # the pseudo-axis of a shard group, a part of dp over which ZeRO partitions
+REPLICAS = "dp_replica"  # the pseudo-axis of the ranks of dp that hold the same partitions
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The degree of every axis, whose product is the world size, and the rank order, outermost axis first."""
+    """The degree of every axis, whose product is the world size, and the rank order, outermost axis first.
+
+    replicas: the number of shard groups along dp, a divisor of it.
+    """
 
     tp: int = 1
     dp: int = 1
     pp: int = 1
     order: tuple[str, ...] = AXES
+    replicas: int = 1
 
     def __post_init__(self) -> None:
+        assert self.dp % self.replicas == 0, f"{self.dp} ranks in {self.replicas} shard groups"
         assert sorted(self.order) == sorted(AXES), f"every axis once: {self.order}"
 
     @property
@@ -38,8 +50,9 @@ class Topology:
         return self.pp * self.dp * self.tp
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along "pp", "dp", "tp", "world" or "ends" (2 where there are several stages)."""
+        """Return the number of ranks along an axis or pseudo-axis; along "ends" 2 where there are several stages."""
         sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp, WORLD: self.world_size, ENDS: min(self.pp, 2)}
+        sizes |= {SHARDS: self.dp // self.replicas, REPLICAS: self.replicas}
         return sizes[axis]
 
     def coordinate(self, rank: int, axis: str) -> int:
@@ -48,6 +61,9 @@ class Topology:
             return rank
         if axis == ENDS:
             return int(0 < self.coordinate(rank, "pp") == self.pp - 1)
+        if axis in (SHARDS, REPLICAS):
+            replica, shard = divmod(self.coordinate(rank, "dp"), self.size(SHARDS))
+            return shard if axis == SHARDS else replica
         inner = math.prod(self.size(name) for name in self.order[self.order.index(axis) + 1 :])
         return rank // inner % self.size(axis)
 
@@ -67,6 +83,8 @@ class Topology:
             return (tuple(range(self.world_size)),)
         if axis == ENDS:
             return tuple(group if self.pp == 1 else (group[0], group[-1]) for group in self.groups("pp"))
+        if axis in (SHARDS, REPLICAS):
+            return tuple(part for group in self.groups("dp") for part in self._parts(group, axis))
         others = [name for name in self.order if name != axis]
         fixed = itertools.product(*(range(self.size(name)) for name in others))
         return tuple(self._line(axis, dict(zip(others, place, strict=True))) for place in fixed)
@@ -78,11 +96,21 @@ class Topology:
         if axis == ENDS:
             stages = self.group_of(rank, "pp")
             return (stages[0], stages[-1]) if len(stages) > 1 and rank in (stages[0], stages[-1]) else (rank,)
+        if axis in (SHARDS, REPLICAS):
+            return next(part for part in self._parts(self.group_of(rank, "dp"), axis) if rank in part)
         return self._line(axis, {name: self.coordinate(rank, name) for name in AXES})
 
     def describe(self) -> str:
         """Return the degrees as text: `pipeline 1 x data 2 x tensor 2 = 4 ranks`."""
-        return f"pipeline {self.pp} x data {self.dp} x tensor {self.tp} = {counted(self.world_size, 'rank')}"
+        data = f"data {self.dp}" if self.replicas == 1 else f"data {self.dp} ({self.replicas} replicas)"
+        return f"pipeline {self.pp} x {data} x tensor {self.tp} = {counted(self.world_size, 'rank')}"
+
+    def _parts(self, group: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:
+        """Return the shard groups of a group along dp, or the groups of ranks with the same partitions."""
+        shards = self.size(SHARDS)
+        if axis == SHARDS:
+            return [group[start : start + shards] for start in range(0, self.dp, shards)]
+        return [group[shard::shards] for shard in range(shards)]
 
     def _line(self, axis: str, place: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(self.rank_of(**{**place, axis: index}) for index in range(self.size(axis)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megazero.memory.host import host_bandwidth
+from megazero.parallel.topology import SHARDS
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine
 from megazero.zero.plan import NO_FILES, FileTraffic, Home, HostTraffic, file_traffic, host_traffic
@@ -87,7 +88,7 @@ def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None
     num_micro_batches: of a step.  flops: the floating-point operations of this rank's step; None: not known.
     """
     plan, mesh = engine.plan, engine.mesh
-    numel, partitions = engine.layout.used_numel(trainable=True), mesh.topology.dp
+    numel, partitions = engine.layout.used_numel(trainable=True), mesh.topology.size(SHARDS)
     traffic = host_traffic(plan, numel, partitions, num_micro_batches)
     if not any(traffic):
         return []

@@ -185,6 +185,11 @@ SHARED: tuple[Row[SharedSections], ...] = (
         {"offload_optimizer": "cpu"},
     ),
     Row(
+        ("mics_shard_size", "num_distributed_optimizer_instances"),
+        lambda s: "" if s.zero.zero_stage else "ZeRO stage 0 partitions nothing",
+        {"zero_stage": 1},
+    ),
+    Row(
         ("delayed_parameter_update",),
         lambda s: (
             "offload_optimizer none updates all of it on the device" if s.zero.offload_optimizer == "none" else ""

@@ -21,7 +21,7 @@ from megazero.rules import files as file_rules
 from megazero.rules import float8 as float8_rules
 from megazero.rules import pipeline as pipeline_rules
 from megazero.rules.optimizer import choose_for_run, sweep_for_run
-from megazero.rules.states import STATE_RULES, StateRule
+from megazero.rules.states import STATE_RULES, StateRule, shard_groups_are_equal
 from megazero.units import counted
 
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -504,6 +504,13 @@ def _with_flags(rule: StateRule) -> Rule:
     return of_the_run
 
 
+def shard_groups_divide_replicas(config: RunConfig, world_size: int) -> Iterable[Problem]:
+    if world_size % derived.model_parallel_size(config):
+        return ()  # the layout has a problem of its own
+    size = derived.data_parallel_size(config, world_size)
+    return shard_groups_are_equal(config.zero, size, lambda name: "--" + name.replace("_", "-"))
+
+
 def profile_has_steps(config: RunConfig, world_size: int) -> Iterator[Problem]:
     logging = config.logging
     if not logging.profile:
@@ -550,6 +557,7 @@ RULES: tuple[Rule, ...] = (
     weight_decay_has_both_ends,
     schedule_has_one_source,
     *map(_with_flags, STATE_RULES),
+    shard_groups_divide_replicas,
     *pipeline_rules.RULES,
     *activation_rules.RULES,
     *float8_rules.RULES,

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.config.nearest import near_divisors
 from megazero.errors import Problem
 from megazero.operating_system import ALIGNMENT
+from megazero.units import counted
 
 # Master weights and two moments.
 NUM_ADAM_STATES = 3
@@ -76,9 +78,32 @@ def _problem_of_folder(path: Path) -> str:
     return "" if existing.is_dir() else f"a folder is made of folders; {existing} is none"
 
 
+def replicas_are_given_once(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    shards, replicas = zero.mics_shard_size, zero.num_distributed_optimizer_instances
+    if shards > 0 and replicas > 1:
+        yield Problem(
+            f"{spell('mics_shard_size')} {shards} {spell('num_distributed_optimizer_instances')} {replicas}",
+            "the size of a shard group and the number of them are the same choice",
+            f"{spell('mics_shard_size')} {shards}, or {spell('num_distributed_optimizer_instances')} {replicas}",
+        )
+
+
+def shard_groups_are_equal(zero: ZeroConfig, data_parallel_size: int, spell: Spell) -> Iterator[Problem]:
+    """Yield the problem of shard groups that do not divide the data-parallel processes."""
+    for setting, value in (
+        ("mics_shard_size", zero.mics_shard_size),
+        ("num_distributed_optimizer_instances", zero.num_distributed_optimizer_instances),
+    ):
+        if value > 0 and data_parallel_size % value:
+            legal = " or ".join(f"{spell(setting)} {near}" for near in near_divisors(data_parallel_size, value))
+            given = f"{spell(setting)} {value} with {counted(data_parallel_size, 'data-parallel process')}"
+            yield Problem(given, "shard groups have the same number of data-parallel processes", legal)
+
+
 STATE_RULES: tuple[StateRule, ...] = (
     what_is_offloaded_is_partitioned,
     states_in_files_have_a_folder,
+    replicas_are_given_once,
     loss_scales_are_ordered,
     gradients_are_divided_once,
 )

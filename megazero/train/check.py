@@ -51,6 +51,7 @@ def topology(config: RunConfig, world_size: int) -> Topology:
         dp=derived.data_parallel_size(config, world_size),
         pp=config.parallel.pipeline_model_parallel_size,
         order=parse_order(config.parallel.rank_order),
+        replicas=derived.num_replicas(config.zero, derived.data_parallel_size(config, world_size)),
     )
 
 

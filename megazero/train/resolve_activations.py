@@ -18,6 +18,7 @@ from megazero.config.engine_sections import ActivationConfig
 from megazero.config.run import RunConfig
 from megazero.model.gpt import GPT
 from megazero.parallel.layer_split import Chunk
+from megazero.parallel.topology import SHARDS
 from megazero.pipeline.passes import num_windows
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
@@ -62,7 +63,7 @@ def _data_parallel_bytes(config: RunConfig, mesh: Mesh, model: GPT, num_micro_ba
         names = [name for unit in model.units() if unit.part == part for name in unit.parameters]
         numel = sum(model.get_parameter(name).numel() for name in names)
         gathers = num_windows(actions, part) if stage.retains_gathered else None
-        total += data_parallel_bytes(plan, numel, mesh.topology.dp, num_micro_batches, num_gathers=gathers)
+        total += data_parallel_bytes(plan, numel, mesh.topology.size(SHARDS), num_micro_batches, num_gathers=gathers)
     return total
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megazero.checkpoint.slices import fragment_pieces, index_within, piece_view
 from megazero.comm.mesh import Mesh
 from megazero.parallel.param_spec import Box, ParamSpec, named_specs
-from megazero.parallel.topology import ENDS
+from megazero.parallel.topology import ENDS, REPLICAS
 from megazero.zero.engine import Engine
 from megazero.zero.plan import Placement
 
@@ -58,7 +58,7 @@ class OwnedTensors:
         self._core = core
         self._factor = gradient_factor or (lambda: core.engine.predivisor)
         self.specs = {spec.name: spec for spec, _ in named_specs(core.model)}
-        self._place = {axis: core.mesh.coordinate(axis) for axis in ("tp", ENDS)}
+        self._place = {axis: core.mesh.coordinate(axis) for axis in ("tp", ENDS, REPLICAS)}
         plan, sections = core.engine.plan, core.engine.layout.sections
         self._whole = {slot.spec.name for section in sections if not section.partitioned for slot in section.slots}
         self._is_first_copy = plan.optimizer.placement is Placement.PARTITIONED or core.mesh.coordinate("dp") == 0
@@ -79,7 +79,7 @@ class OwnedTensors:
 
     def copies(self, kind: str) -> Copies:
         """Return digests of what this rank shares with others along an axis; kind: "gradient" or "weight"."""
-        found: Copies = {axis: {kind: {}} for axis in ("tp", ENDS, "dp")}
+        found: Copies = {axis: {kind: {}} for axis in ("tp", ENDS, REPLICAS, "dp")}
         for name, spec in self.specs.items():
             owned = digest(piece.tensor for piece in self._core.engine.pieces(name, KINDS[kind]))
             for axis in _replicated_along(spec):
@@ -92,7 +92,7 @@ class OwnedTensors:
 
 
 def _replicated_along(spec: ParamSpec) -> Iterator[str]:
-    return (axis for axis in ("tp", ENDS) if spec.is_replicated_along(axis))
+    return (axis for axis in ("tp", ENDS, REPLICAS) if spec.is_replicated_along(axis))
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -27,7 +27,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.grad_norm import clip_coefficient
 from megazero.optim.schedules import LearningRate
 from megazero.parallel.param_spec import named_specs
-from megazero.parallel.topology import ENDS, Topology
+from megazero.parallel.topology import ENDS, REPLICAS, Topology
 from megazero.train.build import batch_layout, build_components, step_context
 from megazero.train.inputs import RunInputs
 from megazero.train.pipeline_stages import padded_vocab_size
@@ -291,5 +291,8 @@ def least_weight(norms: list[float], *, lr: float, clip_grad: float, epsilon: fl
 def _num_copies(topology: Topology, copies: Mapping[str, Mapping[str, Mapping[str, str]]]) -> int:
     """Return how many parameters of a rank have copies elsewhere, counted along every axis that has several ranks."""
     return sum(
-        len(digests) for axis in ("tp", ENDS, "dp") if topology.size(axis) > 1 for digests in copies[axis].values()
+        len(digests)
+        for axis in ("tp", ENDS, REPLICAS, "dp")
+        if topology.size(axis) > 1
+        for digests in copies[axis].values()
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megazero.parallel.topology import ENDS, Topology
+from megazero.parallel.topology import ENDS, REPLICAS, Topology
 
 BOUND = 1e-9
 # A gradient that is zero in truth holds rounding errors only; it is measured by this share of the whole norm.
@@ -20,7 +20,12 @@ BOUNDS = (
     " equal to the bit"
 )
 _AXIS_NAMES = MappingProxyType(
-    {"tp": "tensor-parallel", "dp": "data-parallel", ENDS: "first and last pipeline stage's"}
+    {
+        "tp": "tensor-parallel",
+        "dp": "data-parallel",
+        ENDS: "first and last pipeline stage's",
+        REPLICAS: "replicated shard group's",
+    }
 )
 # Two factors are the same if they agree as far as this; the bound allows more noise in small gradients.
 _SAME_FACTOR = 1e-6
@@ -226,7 +231,7 @@ def copy_differences(
 ) -> tuple[CopyDifference, ...]:
     """Return the copies that are not the same; digests: for each rank, those by axis, kind and parameter's name."""
     found = []
-    for axis in ("tp", ENDS, "dp"):
+    for axis in ("tp", ENDS, REPLICAS, "dp"):
         for group in topology.groups(axis):
             first = digests[group[0]].get(axis, {})
             for kind, name in ((kind, name) for kind, names in first.items() for name in names):

@@ -27,7 +27,7 @@ from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
 from megazero.parallel.gradient_slot import attach_gradient_slot, detach_gradient_slot
 from megazero.parallel.param_spec import ParamSpec, StateFragment, Unit, named_specs
-from megazero.parallel.topology import ENDS
+from megazero.parallel.topology import ENDS, REPLICAS
 from megazero.timers import Timers
 from megazero.zero.frames import Frames, on_gradient
 from megazero.zero.gather import ParameterGather
@@ -156,9 +156,9 @@ class Engine:
         self.mesh = mesh
         self._flight = mesh.meter.flight
         self.world = mesh.world  # all ranks of the job
-        axis = mesh.axis("dp")
+        axis = mesh.partition
         self._parameters = dict(model.named_parameters())
-        self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS)}
+        self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS, REPLICAS)}
         self.units = tuple(units)
         if settings.serves_user_code and plan.parameter.placement is Placement.REPLICATED:
             numel = {name: parameter.numel() for name, parameter in self._parameters.items()}
@@ -199,8 +199,16 @@ class Engine:
             late=self._late,
             check_back=self._offloaded.check_back,
         )
-        self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero, timers=settings.timers)
-        self._sums = GradientSums(self._shards, mesh.axis, buffers)
+        self._reducer = GradientReducer(
+            self._shards,
+            axis,
+            buffers,
+            self._parameters,
+            zero,
+            num_summed=self.data_parallel.size,
+            timers=settings.timers,
+        )
+        self._sums = GradientSums(self._shards, mesh, buffers)
         for name, (section, slot) in self._slots.items():
             attach_handle(self._parameters[name], name, self)
             if section.trainable and slot.spec.writes_gradient:
@@ -401,8 +409,13 @@ class Engine:
 
     @property
     def data_parallel(self) -> Communicator:
-        """The axis over which state is partitioned."""
+        """The ranks that train side by side on samples of their own."""
         return self.mesh.axis("dp")
+
+    @property
+    def partition(self) -> Communicator:
+        """The ranks over which state is partitioned: all data-parallel ones, or a shard group of them."""
+        return self.mesh.partition
 
     @property
     def predivisor(self) -> float:
@@ -752,7 +765,7 @@ class Engine:
     def _broadcast_value(self, name: str, source: int) -> None:
         """Store the parameter's values on data-parallel rank `source` on every rank."""
         section, slot = self._slots[name]
-        self.mesh.gathering.broadcast(self._shards.flat(section)[slot.start : slot.stop], source).wait()
+        self.data_parallel.broadcast(self._shards.flat(section)[slot.start : slot.stop], source).wait()
         self._shards.store_value(section, name)
 
     def _trainable_names(self) -> set[str]:

@@ -49,15 +49,17 @@ class GradientReducer:
         parameters: Mapping[str, nn.Parameter],
         zero: ZeroConfig,
         *,
+        num_summed: int,
         timers: Timers,
     ) -> None:
+        """num_summed: the ranks whose gradients are summed, in the end: those of the communicator, or more."""
         self._shards = shards
         self._communicator = communicator
         self._zero = zero
         self._timers = timers
         # One rank's sums are there at once, so that its buckets may leave for host memory without waiting for others.
         self._max_in_flight = _MAX_IN_FLIGHT if zero.overlap_comm and communicator.size > 1 else 0
-        self.predivisor = float(communicator.size) if zero.prescale_gradients else zero.gradient_predivide_factor
+        self.predivisor = float(num_summed) if zero.prescale_gradients else zero.gradient_predivide_factor
         self._buckets = shards.layout.trainable_buckets
         self._buckets_of = shards.layout.buckets_of
         self.bucket_arena = self._make_arena(list(parameters), buffers) if zero.contiguous_gradients else None

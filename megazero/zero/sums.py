@@ -1,23 +1,28 @@
-"""Sums of gradients over another axis than the data-parallel one, whose ranks each have a part of them.
+"""Sums of gradients over other ranks than those they are partitioned over, which each have a part of them.
 
 Where activations are split along the sequence, every tensor-parallel rank holds a part of what a norm or a row-parallel
-bias was used on (Korthikanti et al., arXiv 2205.05198, section 4.2.2); and what the first and the last pipeline stage
-share gets a gradient on both.  The parts are added up once a step, after the reduction over the data-parallel axis, of
-what this rank owns: those ranks all lay out alike.  Small pieces travel together in one constant-size buffer.
+bias was used on (Korthikanti et al., arXiv 2205.05198, section 4.2.2); what the first and the last pipeline stage share
+gets a gradient on both; and where ZeRO partitions over a part of the data-parallel axis, every replica has gradients of
+its own samples (MiCS, arXiv 2205.00119, section 3.4).  The parts are added up once a step, after the reduction over the
+ranks of the partitions, of what this rank owns: those ranks all lay out alike.  Small pieces travel together in one
+constant-size buffer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from megazero.comm.interface import Communicator
+from megazero.comm.interface import Communicator, Work
+from megazero.comm.mesh import Mesh
 from megazero.memory.lease import Scratch
 from megazero.parallel.topology import ENDS
 from megazero.zero.layout import Bucket, Range
 from megazero.zero.shards import Shards
 
 _AXES = ("tp", ENDS)
+_MAX_IN_FLIGHT = 2
 
 
 class _Run(NamedTuple):
@@ -28,9 +33,9 @@ class _Run(NamedTuple):
 
 
 class GradientSums:
-    """The sums of one rank's owned gradients over the axes that `ParamSpec.summed_over` names."""
+    """The sums of one rank's owned gradients over replicas, and over the axes that `ParamSpec.summed_over` names."""
 
-    def __init__(self, shards: Shards, axis: Callable[[str], Communicator], buffers: Scratch) -> None:
+    def __init__(self, shards: Shards, mesh: Mesh, buffers: Scratch) -> None:
         """List what is to be summed.
 
         buffers: a pool whose leases may be as large as the layout's largest bucket in the gradients' dtype.
@@ -39,7 +44,12 @@ class GradientSums:
         self._buffers = buffers
         self.are_due = False
         """True while the gradients of a whole step have been reduced and not yet summed."""
-        self._runs = [(axis(name), tuple(self._runs_over(name))) for name in _AXES if axis(name).size > 1]
+        self._runs: list[tuple[Communicator, tuple[_Run, ...]]] = []
+        if mesh.replicas.size > 1:
+            owned = (_Run(bucket, shards.owned(bucket)) for bucket in shards.layout.trainable_buckets)
+            self._runs.append((mesh.replicas, tuple(owned)))
+        axes = {name: mesh.axis(name) for name in _AXES}
+        self._runs += [(axis, tuple(self._runs_over(name))) for name, axis in axes.items() if axis.size > 1]
 
     def apply(self) -> None:
         """Compute every sum, if any are due, and wait for it; a collective call over the axes that have some."""
@@ -47,8 +57,17 @@ class GradientSums:
             return
         self.are_due = False
         for communicator, runs in self._runs:
+            in_flight: deque[Work] = deque()
             for pack in self._packs(runs):
-                self._sum(pack, communicator)
+                if len(pack) == 1 and self._shards.home(pack[0].bucket).is_device:
+                    gradient = self._shards.reduced_gradient(*pack[0])
+                    in_flight.append(communicator.all_reduce(gradient))
+                else:
+                    self._sum(pack, communicator)
+                while len(in_flight) > _MAX_IN_FLIGHT:
+                    in_flight.popleft().wait()
+            for work in in_flight:
+                work.wait()
 
     def _runs_over(self, axis: str) -> Iterator[_Run]:
         for bucket in self._shards.layout.trainable_buckets:
@@ -80,9 +99,6 @@ class GradientSums:
     def _sum(self, pack: Sequence[_Run], communicator: Communicator) -> None:
         gradients = [self._shards.reduced_gradient(run.bucket, run.within) for run in pack]
         homes = [self._shards.home(run.bucket) for run in pack]
-        if len(gradients) == 1 and homes[0].is_device:
-            communicator.all_reduce(gradients[0]).wait()
-            return
         lease = self._buffers.lease(sum(gradient.numel() for gradient in gradients), gradients[0].dtype)
         places = torch.split(lease.tensor, [gradient.numel() for gradient in gradients])
         for home, gradient, place in zip(homes, gradients, places, strict=True):

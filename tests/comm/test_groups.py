@@ -58,7 +58,7 @@ def test_what_only_some_ranks_make_comes_last() -> None:
 
 def shared_devices(rank: int) -> tuple[int, int, int]:
     """Return the numbers of groups and gloo devices of a mesh, and of its groups that torch has listed."""
-    groups = [group for group in make_groups(Topology(pp=2, tp=2), rank, CPU, NO_LIMITS).values() if group]
+    groups = [group for group in make_groups(splits(Topology(pp=2, tp=2)), rank, CPU, NO_LIMITS).values() if group]
     backends: list[Any] = [group._get_backend(CPU) for group in groups]
     devices = {id(device) for backend in backends for device in backend.options._devices}
     listed = [group for group in groups if group in dist.distributed_c10d._world.pg_map]

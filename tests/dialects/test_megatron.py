@@ -145,7 +145,6 @@ def test_flags_of_inner_workings_earn_a_notice_each() -> None:
     ("words", "told"),
     [
         ("--expert-tensor-parallel-size 2", "legal: --expert-tensor-parallel-size 1"),
-        ("--num-distributed-optimizer-instances 2", "legal: --num-distributed-optimizer-instances 1"),
         ("--encoder-tensor-model-parallel-size 1", "legal: --encoder-tensor-model-parallel-size 0"),
         ("--pipeline-model-parallel-comm-backend ucc", "give --distributed-backend"),
         ("--skip-train", "a finished run, started again with --load, only evaluates"),

@@ -65,3 +65,22 @@ def test_reference_is_reproducible(corpus: str, reference: History, tmp_path: Pa
     again = reference_history(corpus, steps=3)
     assert again.losses == reference.losses[:3]
     assert reference.losses[-1] < reference.losses[0]
+
+
+# Shard groups of one and of two ranks, by either setting, in every stage and with everything that meets them.
+REPLICATED = [
+    Cell(tp=1, dp=4, stage=1, accumulation=2, settings={"mics_shard_size": 2}),
+    Cell(tp=1, dp=4, stage=2, accumulation=2, settings={"num_distributed_optimizer_instances": 2}),
+    Cell(tp=1, dp=4, stage=3, accumulation=2, settings={"mics_shard_size": 2, "prescale_gradients": True}),
+    Cell(tp=1, dp=2, stage=3, settings={"mics_shard_size": 1}),
+    Cell(tp=2, dp=2, stage=3, settings={"mics_shard_size": 1, "sequence_parallel": True}),
+    Cell(tp=1, pp=2, dp=2, stage=2, accumulation=4, settings={"mics_shard_size": 1}),
+    Cell(tp=1, dp=4, stage=2, accumulation=2, settings={"mics_shard_size": 2, "offload_optimizer": "cpu"}),
+    Cell(tp=1, dp=4, stage=3, settings={"mics_shard_size": 2, "offload_param": "cpu", "reduce_scatter": False}),
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("cell", REPLICATED, ids=str)
+def test_replicated_shard_groups_train_like_one_process(cell: Cell, corpus: str, reference: History) -> None:
+    assert deviation(train_cell(cell, corpus), reference).worst < BOUND

@@ -72,6 +72,8 @@ SHARED_CASES = (
     Case("allgather_partitions", False, ERROR, STAGE_3, {**STAGE_3, "param_persistence_threshold": 9}),
     Case("offload_optimizer", "cpu", ERROR, {"offload_optimizer_ratio": 0.0}, {}),
     Case("offload_optimizer_ratio", 0.5, ERROR, {}, {"offload_optimizer": "cpu"}),
+    Case("mics_shard_size", 1, ERROR, {"zero_stage": 0}, {}),
+    Case("num_distributed_optimizer_instances", 2, ERROR, {"zero_stage": 0}, {}),
     Case("delayed_parameter_update", True, ERROR, {}, {"offload_optimizer": "cpu"}),
     Case(
         "delayed_parameter_update_start",

@@ -192,14 +192,21 @@ def drop_meshes(rank: int) -> None:
 
 
 def mesh_in_worker(
-    rank: int, *, tp: int = 1, dp: int = 1, pp: int = 1, is_late: bool = True, seed: int | None = None
+    rank: int,
+    *,
+    tp: int = 1,
+    dp: int = 1,
+    pp: int = 1,
+    replicas: int = 1,
+    is_late: bool = True,
+    seed: int | None = None,
 ) -> Mesh:
     """Return the mesh of this worker, its meter at zero; every rank must call this inside fn with the same arguments.
 
     Process groups are made once per layout and kept for a while, since each new one costs sockets and threads.
     seed: draws the order in which late works finish; without one each of them needs its own wait.
     """
-    topology = Topology(tp=tp, dp=dp, pp=pp)
+    topology = Topology(tp=tp, dp=dp, pp=pp, replicas=replicas)
     mesh = _cached_mesh(rank, topology)
     mesh.meter.reset()
     if not is_late:

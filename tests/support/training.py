@@ -163,7 +163,8 @@ def train_cell(cell: Cell, prefix: str) -> list[Outcome]:
 def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     """Run the training loop without its reporting: batches from the loader, steps by `training_step`."""
     config = cell.config(prefix)
-    mesh = faulty(mesh_in_worker(rank, tp=cell.tp, dp=cell.dp, pp=cell.pp), cell.fault)
+    replicas = derived.num_replicas(config.zero, cell.dp)
+    mesh = faulty(mesh_in_worker(rank, tp=cell.tp, dp=cell.dp, pp=cell.pp, replicas=replicas), cell.fault)
     core = build_components(config, mesh, FusedBuffers(0, mesh.device), vocab_size=config.model.vocab_size or 0)
     start = time.perf_counter()
     figures, comm_bytes = run_steps(config, core, cell.steps)

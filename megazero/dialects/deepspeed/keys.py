@@ -46,6 +46,7 @@ _ZERO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "memory_efficient_linear": True,
         "override_module_apply": True,
         "enable_sanity_checks": False,
+        "mics_shard_size": -1,
     }
 )
 _LEAVES = MappingProxyType(
@@ -333,7 +334,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "zero_optimization.zero_quantized_gradients": Refused(_QUANTIZED),
         "zero_optimization.zeropp_loco_param": Refused(_QUANTIZED),
         "zero_optimization.zero_hpz_partition_size": Refused(_HIERARCHY, (0, 1), "zero_hpz_partition_size: 1"),
-        "zero_optimization.mics_shard_size": Refused(_HIERARCHY, (-1, 0), "mics_shard_size: -1"),
         "zero_optimization.mics_hierarchical_params_gather": Refused(_HIERARCHY),
         "zero_optimization.legacy_stage1": Refused("there is one implementation of every ZeRO stage"),
         "zero_optimization.parameter_alignment": Refused("parameters lie in their bucket without gaps"),

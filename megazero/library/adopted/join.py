@@ -1,14 +1,18 @@
 """Makes the mesh of the processes that train together, from the argument `mesh` of `initialize`."""
 
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
+from megazero.comm.groups import Limits
 from megazero.comm.mesh import Mesh
 from megazero.comm.monitor import place_in_job
 from megazero.comm.shutdown import watch_program
-from megazero.comm.startup import choose_device, join, make_mesh
+from megazero.comm.startup import choose_device, divide_data_axis, join, make_mesh
 from megazero.config import derived
-from megazero.config.engine_sections import LimitConfig
-from megazero.errors import Problem, UsageError
+from megazero.config.engine_sections import LimitConfig, ZeroConfig
+from megazero.errors import ConfigError, Problem, TopologyError, UsageError, raise_problems
 from megazero.library.adopted.mesh import (
     DefaultGroup,
     adopt,
@@ -20,6 +24,7 @@ from megazero.library.adopted.mesh import (
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
+from megazero.rules.states import shard_groups_are_equal
 
 
 def mesh_and_buffers(given: Any, limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:
@@ -41,6 +46,24 @@ def mesh_and_buffers(given: Any, limits: LimitConfig) -> tuple[Mesh, FusedBuffer
         _check_limit(limits, group)
         _watch(mesh, group)
     return mesh, buffers
+
+
+def in_shard_groups(mesh: Mesh, zero: ZeroConfig, buffers: FusedBuffers, limits: LimitConfig) -> Mesh:
+    """Return the mesh with the shard groups that the configuration asks for; a collective call.
+
+    Raises ConfigError if they are not equal, and TopologyError if the mesh is not one of all the job's processes.
+    """
+    size = mesh.axis("dp").size
+    raise_problems(ConfigError, shard_groups_are_equal(zero, size, lambda name: f"zero.{name}"))
+    replicas = derived.num_replicas(zero, size)
+    if replicas == mesh.topology.replicas or zero.zero_stage == 0:
+        return mesh
+    if mesh.topology.world_size != dist.get_world_size() or mesh.topology.replicas > 1:
+        given = f"{replicas} replicas of the model states on {mesh.topology.describe()}"
+        rule = "shard groups are made in a mesh of all processes, which has none yet"
+        raise TopologyError(Problem(given, rule, "megazero.initialize without mesh, or the configuration without them"))
+    minutes = timedelta(minutes=derived.collective_limit_minutes(limits))
+    return divide_data_axis(mesh, replicas, buffers, Limits(minutes, minutes))
 
 
 def _join_others(limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:

@@ -112,7 +112,7 @@ class _State:
         for start, stop, piece in self._pieces():
             full[start:stop].copy_(piece).mul_(self._scale)
         if self._is_partitioned:
-            self._engine.data_parallel.all_reduce(full).wait()
+            self._engine.partition.all_reduce(full).wait()
         return full.view(self._param.shape)
 
     def _get_gradient_so_far(self) -> Tensor | None:
@@ -167,7 +167,7 @@ class _State:
             return self._has_state
         found = torch.tensor(sum(piece.tensor.numel() for piece in self._pieces()), device=self._param.device)
         if self._is_partitioned:
-            self._engine.data_parallel.all_reduce_scalars(found).wait()
+            self._engine.partition.all_reduce_scalars(found).wait()
         return int(found) == self._param.numel()
 
     def _exists_locally(self) -> bool:

@@ -45,7 +45,7 @@ def gathered_state(engine: Engine, spec: ParamSpec, kind: str) -> Tensor:
     for start, stop, piece in engine.pieces(spec.name, kind):
         full[start:stop].copy_(piece)
     if engine.plan.optimizer.placement is Placement.PARTITIONED:
-        engine.data_parallel.all_reduce(full).wait()
+        engine.partition.all_reduce(full).wait()
     return full.view(spec.local_shape)
 
 

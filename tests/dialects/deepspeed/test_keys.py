@@ -45,7 +45,7 @@ ZERO_BESIDE = (
     " stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold"
     " stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save"
     " stage3_gather_fp16_weights_on_model_save legacy_stage1 round_robin_gradients zero_hpz_partition_size"
-    " zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients mics_shard_size"
+    " zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"
     " mics_hierarchical_params_gather pipeline_loading_checkpoint parameter_alignment compute_grad_norm"
     " stage3_module_granularity_threshold log_trace_cache_warnings save_muon_momentum_buffer_in_memory"
 )
@@ -132,6 +132,7 @@ def test_every_setting_of_zero_has_its_key() -> None:
         "offload_optimizer_nvme_ratio",
         "delayed_parameter_update",
         "delayed_parameter_update_start",
+        "num_distributed_optimizer_instances",
     }
     assert all(path in HONOURED for path in ZERO_KEYS.values())
 

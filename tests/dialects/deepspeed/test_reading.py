@@ -156,7 +156,6 @@ def test_nothing_is_nothing(path: str, value: Any) -> None:
             "ratio: 1, ratio: 0",
         ),
         ("zero_optimization.zero_hpz_partition_size", 8, "zero_optimization.zero_hpz_partition_size: 8", "size: 1"),
-        ("zero_optimization.mics_shard_size", 4, "zero_optimization.mics_shard_size: 4", "mics_shard_size: -1"),
         ("zero_optimization.zero_hpz_partition_size", True, "zero_optimization.zero_hpz_partition_size: true", ": 1"),
         ("zero_optimization.stage", 4, "zero_optimization.stage: 4", "stage: 3"),
         ("zero_optimization.stage", None, "zero_optimization.stage: null", "a whole number, at least 0, at most 3"),

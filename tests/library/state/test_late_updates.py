@@ -1,4 +1,4 @@
-"""Tests of late updates as a user of an engine sees them: beside plain PyTorch that applies each gradient a step late."""
+"""Tests of late updates as a user of an engine sees them, beside plain PyTorch that applies each gradient late."""
 
 import copy
 import time
