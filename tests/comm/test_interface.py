@@ -11,8 +11,8 @@ from megazero.comm.process_group import ProcessGroupCommunicator
 
 CALLS = {name: inspect.signature(call) for name, call in inspect.getmembers(Communicator, inspect.isfunction)}
 METHODS = (
-    *("all_gather_into", "reduce_scatter_into", "all_reduce", "all_reduce_scalars", "broadcast", "barrier"),
-    *("send", "receive_into"),
+    *("all_gather_into", "reduce_scatter_into", "all_to_all_into", "all_reduce", "all_reduce_scalars"),
+    *("broadcast", "barrier", "send", "receive_into"),
 )
 
 
