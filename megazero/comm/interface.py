@@ -31,7 +31,7 @@ class LabelMismatch(RuntimeError):
 
     def __init__(self, rank: int, theirs: int, mine: int) -> None:
         super().__init__(f"rank {rank} of the axis gathers number {theirs} where this rank gathers number {mine}")
-        self.rank, self.label = rank, theirs
+        self.rank, self.label, self.mine = rank, theirs, mine
 
 
 class Communicator(Protocol):
