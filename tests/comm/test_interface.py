@@ -9,6 +9,7 @@ from megazero.comm.interface import Communicator, CompletedWork
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
+from megazero.comm.quantized import QuantizedGather, QuantizedReduceScatter
 from megazero.comm.two_hops import TwoHopCommunicator
 
 CALLS = {name: inspect.signature(call) for name, call in inspect.getmembers(Communicator, inspect.isfunction)}
@@ -18,7 +19,7 @@ METHODS = (
 )
 KINDS = (
     *(LocalCommunicator, ProcessGroupCommunicator, MeteredCommunicator),
-    *(ForwardingCommunicator, TwoHopCommunicator),
+    *(ForwardingCommunicator, TwoHopCommunicator, QuantizedGather, QuantizedReduceScatter),
 )
 
 
