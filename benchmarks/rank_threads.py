@@ -129,11 +129,17 @@ class ThreadCommunicator:
 
         return self._begin("all_gather", input, finish, label)
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         def finish(everyone: list[Tensor]) -> None:
             output.detach().copy_(torch.stack(everyone).sum(0).view(self.size, -1)[self.rank].view(output.shape))
 
         return self._begin("reduce_scatter", input, finish)
+
+    def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
+        def finish(everyone: list[Tensor]) -> None:
+            output.copy_(torch.cat([theirs.chunk(self.size)[self.rank] for theirs in everyone]))
+
+        return self._begin("all_to_all", input, finish)
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         def finish(everyone: list[Tensor]) -> None:

@@ -44,9 +44,13 @@ class OverHost(ProcessGroupCommunicator):
         gathered = torch.empty(output.shape, dtype=output.dtype)
         return _Copied(super().all_gather_into(gathered, input.cpu(), label), output, gathered)
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         reduced = torch.empty(output.shape, dtype=output.dtype)
         return _Copied(super().reduce_scatter_into(reduced, input.cpu()), output, reduced)
+
+    def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
+        received = torch.empty(output.shape, dtype=output.dtype)
+        return _Copied(super().all_to_all_into(received, input.cpu()), output, received)
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         copy = tensor.to("cpu", copy=True).contiguous()

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 ReduceKind = Literal["sum", "max", "min"]
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scalars", "send"]
+Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "scalars", "send"]
 # Copies from the device to host memory and back, which a meter counts beside collectives, on an axis of its own, and
 # what is written to files of states and read from them, on another.
 HostTransfer = Literal["store", "load"]
@@ -31,7 +31,7 @@ class LabelMismatch(RuntimeError):
 
     def __init__(self, rank: int, theirs: int, mine: int) -> None:
         super().__init__(f"rank {rank} of the axis gathers number {theirs} where this rank gathers number {mine}")
-        self.rank, self.label = rank, theirs
+        self.rank, self.label, self.mine = rank, theirs, mine
 
 
 class Communicator(Protocol):
@@ -50,8 +50,15 @@ class Communicator(Protocol):
         sends messages (gloo's) compares it with the neighbour's, and its `wait` raises LabelMismatch.
         """
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
-        """Sum all inputs [size * n]; output [n] is this rank's slice of the sum, and may alias that of input."""
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
+        """Sum all inputs [size * n]; output [n] is this rank's slice of the sum, and may alias that of input.
+
+        key: a number for what is summed, the same at each of its sums.  A communicator that rounds what it sends keeps
+        the error of each key apart (`error_feedback.py`); the others ignore it.
+        """
+
+    def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
+        """Send slice r of input [size * n] to rank r; slice r of output [size * n] comes from it.  They don't alias."""
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         """Reduce over ranks, in place."""

@@ -14,7 +14,10 @@ class LocalCommunicator:
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         return _copy(output, input)
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
+        return _copy(output, input)
+
+    def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         return _copy(output, input)
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:

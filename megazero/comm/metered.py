@@ -1,8 +1,8 @@
 """The meter of traffic: calls and bytes sent, by (axis, collective).
 
 Bytes are those that one rank has to send when the algorithm is bandwidth-optimal, which ZeRO's formulas count (section
-7): with n ranks and a whole tensor of N bytes, all-gather and reduce-scatter N (n-1)/n, all-reduce twice that,
-broadcast and send N.  The backends used here send just that (gloo's ring all-reduce, the messages in
+7): with n ranks and a whole tensor of N bytes, all-gather, reduce-scatter and all-to-all N (n-1)/n, all-reduce twice
+that, broadcast and send N.  The backends used here send just that (gloo's ring all-reduce, the messages in
 `process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.  Copies of offloaded state
 between the device and host memory are counted beside them.
 
@@ -80,9 +80,13 @@ class MeteredCommunicator:
         begun = self._record("all_gather", output)
         return self._noted(begun, self._inner.all_gather_into(output, input, label))
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         begun = self._record("reduce_scatter", input)
-        return self._noted(begun, self._inner.reduce_scatter_into(output, input))
+        return self._noted(begun, self._inner.reduce_scatter_into(output, input, key))
+
+    def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
+        begun = self._record("all_to_all", input)
+        return self._noted(begun, self._inner.all_to_all_into(output, input))
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         begun = self._record("all_reduce", tensor)
@@ -161,4 +165,4 @@ def sent_bytes(collective: Collective, nbytes: int, size: int) -> int:
     if collective in ("broadcast", "send"):
         return nbytes if size > 1 else 0
     share = nbytes * (size - 1) // size
-    return share if collective in ("all_gather", "reduce_scatter") else 2 * share
+    return share if collective in ("all_gather", "reduce_scatter", "all_to_all") else 2 * share

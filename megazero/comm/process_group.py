@@ -2,11 +2,11 @@
 
 Four choices are made here and nowhere else.  *Calls*: methods of the group itself are called, not the functions of
 torch.distributed around them, which look a group up in torch's list and cost several Python calls a message.  *Names*:
-torch 2.13 renamed the single-tensor collectives (`all_gather_single`, `reduce_scatter_single`); whichever exists is
-used.  *Algorithm*: gloo's reduce-scatter is an
-all-reduce that discards most of its result, and its all-gather and all-to-all copy what a rank sends to itself.  On
-gloo both are made of messages: every rank sends every other one its slice, from the input's memory into the output's,
-and sums up what it receives (in rank order; bfloat16 in float32).  That is the ring's number of bytes, without a copy.
+torch 2.13 renamed the single-tensor collectives (`all_gather_single`, `reduce_scatter_single`, `all_to_all_single`);
+whichever exists is used.  *Algorithm*: gloo's reduce-scatter is an all-reduce that discards most of its result, and its
+all-gather and all-to-all copy what a rank sends to itself.  On gloo all three are made of messages: every rank sends
+every other one its slice, from the input's memory into the output's, and a reduce-scatter sums up what it receives (in
+rank order; bfloat16 in float32).  That is the ring's number of bytes, without a copy.
 *Directions*: gloo locks a connection while it writes to it, and its thread that reads from the same connection looks
 for the lock without a pause until then.  So of an axis with two groups every connection carries messages in one
 direction, which takes half the processor's time.
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     ReduceScatterOptions,
@@ -36,6 +37,7 @@ _ALL_GATHER: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist
 _REDUCE_SCATTER: Any = (
     getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 )
+_ALL_TO_ALL: Any = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
 # Tags of messages: those between two ranks of a group that have the same tag keep their order.  Two communicators of
 # one axis share its groups, so each adds its lane, 0 or 1.
 _TAG, _LABEL, _GATHER = 0, 2, 4
@@ -70,10 +72,15 @@ class ProcessGroupCommunicator:
             return self._exchange_to_gather(output, input, label)
         return _Pending(_ALL_GATHER(self._group, output, input, _asynchronous(AllgatherOptions())))
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         if self._exchanges:
             return self._exchange_and_sum(output, input)
         return _Pending(_REDUCE_SCATTER(self._group, output, input, _asynchronous(ReduceScatterOptions())))
+
+    def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
+        if self._exchanges:
+            return self._exchange_slices(output, input)
+        return _Pending(_ALL_TO_ALL(self._group, output, input, [], [], _asynchronous(AllToAllOptions())))
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         options = _asynchronous(AllreduceOptions())
@@ -135,6 +142,12 @@ class ProcessGroupCommunicator:
         works = [work for peer in peers for work in self._swap(slices[peer], summands[peer], peer)]
         summands[self.rank].copy_(slices[self.rank])
         return _ThenSum(self._retain(_Exchange(works)), received, partial(torch.sum, summands, dim=0, out=output))
+
+    def _exchange_slices(self, output: Tensor, input: Tensor) -> Work:
+        theirs, mine = output.view(self.size, -1), input.view(self.size, -1)
+        works = [work for peer in self._peers() for work in self._swap(mine[peer], theirs[peer], peer)]
+        theirs[self.rank].copy_(mine[self.rank])
+        return self._retain(_Exchange(works))
 
     def _retain(self, exchange: "_Exchange") -> "_Exchange":
         """Retain an exchange until it completes.

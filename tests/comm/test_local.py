@@ -14,7 +14,7 @@ def test_a_group_of_one() -> None:
 
 
 def test_gathering_and_scattering_copy() -> None:
-    for collective in (ALONE.all_gather_into, ALONE.reduce_scatter_into):
+    for collective in (ALONE.all_gather_into, ALONE.reduce_scatter_into, ALONE.all_to_all_into):
         source, target = torch.arange(5.0), torch.full((5,), -1.0)
         collective(target, source).wait()
         assert target.tolist() == source.tolist() == [0, 1, 2, 3, 4]

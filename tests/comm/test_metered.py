@@ -23,6 +23,7 @@ def ring_bytes(collective: str, nbytes: int, size: int) -> Fraction:
     return {
         "all_gather": piece * hops,
         "reduce_scatter": piece * hops,
+        "all_to_all": piece * hops,
         "all_reduce": piece * hops + piece * hops,
         "scalars": piece * hops + piece * hops,
         "broadcast": Fraction(nbytes if hops else 0),
@@ -31,7 +32,7 @@ def ring_bytes(collective: str, nbytes: int, size: int) -> Fraction:
 
 
 @given(
-    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scalars", "send"]),
+    st.sampled_from(["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "scalars", "send"]),
     st.integers(0, 10**6),
     st.integers(1, 64),
 )
@@ -62,6 +63,8 @@ def every_collective(
     gathered, reduced = torch.zeros_like(whole), torch.zeros_like(piece)
     axis.all_gather_into(gathered, piece).wait()
     axis.reduce_scatter_into(reduced, whole).wait()
+    exchanged = torch.zeros_like(whole)
+    axis.all_to_all_into(exchanged, whole).wait()
     for _ in range(2):
         axis.all_reduce(whole, "max").wait()
     total = torch.ones(2 * size, dtype=torch.float64)
@@ -69,9 +72,9 @@ def every_collective(
     sent = torch.full((NUMEL,), rank + 1, dtype=dtype)
     axis.broadcast(sent, size - 1).wait()
     axis.barrier()
-    names: list[Collective] = ["all_gather", "reduce_scatter", "all_reduce", "scalars", "broadcast"]
+    names: list[Collective] = ["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "scalars", "broadcast"]
     calls = [mesh.meter.count("dp", name).calls for name in names]
-    results = [tensor.unique().tolist() for tensor in (gathered, reduced, whole, total, sent)]
+    results = [tensor.unique().tolist() for tensor in (gathered, reduced, exchanged, whole, total, sent)]
     return mesh.meter.bytes_by_axis(), calls, results
 
 
@@ -83,14 +86,15 @@ def test_what_real_ranks_count(size: int, dtype: torch.dtype) -> None:
     expected = {
         "all_gather": ring_bytes("all_gather", whole, size),
         "reduce_scatter": ring_bytes("reduce_scatter", whole, size),
+        "all_to_all": ring_bytes("all_to_all", whole, size),
         "all_reduce": 2 * ring_bytes("all_reduce", whole, size),
         "scalars": ring_bytes("scalars", 2 * size * 8, size),
         "broadcast": ring_bytes("broadcast", NUMEL * dtype.itemsize, size),
     }
     for nbytes, calls, results in run_ranks(size, every_collective, size, dtype):
         assert nbytes == {"dp": expected}
-        assert calls == [1, 1, 2, 1, 1]
-        assert results == [[1.0], [size], [1.0], [size], [size]]
+        assert calls == [1, 1, 1, 2, 1, 1]
+        assert results == [[1.0], [size], [1.0], [1.0], [size], [size]]
 
 
 def two_axes(rank: int) -> dict[str, dict[str, int]]:

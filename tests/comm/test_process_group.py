@@ -60,6 +60,11 @@ def everything(rank: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
     found["reduce_scatter"] = scattered
     found["reduce_scatter leaves its input"] = torch.equal(source, tensor(rank, dtype, size * NUMEL))
 
+    exchanged = torch.empty_like(source)
+    axis.all_to_all_into(exchanged, source).wait()
+    found["all_to_all"] = exchanged
+    found["all_to_all leaves its input"] = torch.equal(source, tensor(rank, dtype, size * NUMEL))
+
     for kind in ("sum", "max", "min"):
         for name in ("all_reduce", "all_reduce_scalars"):
             reduced = tensor(rank, dtype)
@@ -84,6 +89,8 @@ def test_collectives(size: int, dtype: torch.dtype) -> None:
             "all_gather": short.reshape(-1),
             "reduce_scatter": long.sum(0)[rank * NUMEL : (rank + 1) * NUMEL],
             "reduce_scatter leaves its input": True,
+            "all_to_all": long.reshape(size, size, NUMEL)[:, rank].reshape(-1),
+            "all_to_all leaves its input": True,
         }
         for name in ("all_reduce", "all_reduce_scalars"):
             expected |= {f"{name} sum": short.sum(0), f"{name} max": short.max(0), f"{name} min": short.min(0)}
@@ -167,7 +174,10 @@ def test_narrow_sums_are_those_of_float32(size: int, dtype: torch.dtype) -> None
 
 
 # The collective of each call in turn; every rank waits for the calls in an order of its own.
-TURNS = ("reduce_scatter", "all_gather", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "reduce_scatter")
+TURNS = (
+    *("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "all_gather", "broadcast", "reduce_scatter"),
+    *("reduce_scatter", "all_to_all"),
+)
 LENGTHS = (1, 6, 5_000)
 REPETITIONS = 12
 
@@ -180,6 +190,9 @@ def call_in_turn(axis: ProcessGroupCommunicator, turn: int, numel: int) -> tuple
     if name == "reduce_scatter":
         output = here[mine] if turn == 0 else torch.empty(numel, dtype=torch.float64)
         return output, axis.reduce_scatter_into(output, here)
+    if name == "all_to_all":
+        output = torch.empty_like(here)
+        return output, axis.all_to_all_into(output, here)
     if name == "all_gather":
         output = torch.full((numel * size,), torch.nan, dtype=torch.float64)
         if turn == 1:
@@ -194,6 +207,7 @@ def expected_in_turn(turn: int, numel: int, rank: int, size: int) -> Tensor:
     return {
         "reduce_scatter": everyone.sum(0)[rank * numel : (rank + 1) * numel],
         "all_gather": everyone[:, :numel].reshape(-1),
+        "all_to_all": everyone[:, rank * numel : (rank + 1) * numel].reshape(-1),
         "all_reduce": everyone.sum(0),
         "broadcast": everyone[size - 1],
     }[TURNS[turn]]

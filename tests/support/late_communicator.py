@@ -71,7 +71,7 @@ class LateCommunicator:
                 work.poison(place)
         return work.begin([self.inner.all_gather_into(work.result, input.detach().clone(), label)])
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         work = _LateWork(self, f"reduce_scatter_into of {input.numel()} elements", output)
         copy = input.detach().clone()
         slices = input.view(self.size, output.numel())
@@ -79,7 +79,13 @@ class LateCommunicator:
             if part.data_ptr() != output.data_ptr() or rank != self.rank:
                 work.keep("input", part)
         work.poison(output)
-        return work.begin([self.inner.reduce_scatter_into(work.result, copy)])
+        return work.begin([self.inner.reduce_scatter_into(work.result, copy, key)])
+
+    def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
+        work = _LateWork(self, f"all_to_all_into of {input.numel()} elements", output)
+        work.keep("input", input)
+        work.poison(output)
+        return work.begin([self.inner.all_to_all_into(work.result, input.detach().clone())])
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         work = self._in_place(f"all_reduce of {tensor.numel()} elements", tensor)

@@ -43,6 +43,11 @@ def scatter_in_place(axis: LateCommunicator) -> tuple[Work, Tensor]:
     return axis.reduce_scatter_into(output, whole), output
 
 
+def exchange(axis: LateCommunicator) -> tuple[Work, Tensor]:
+    output = torch.zeros(2 * SIZE, dtype=torch.float64)
+    return axis.all_to_all_into(output, tensor(axis.rank, 2 * SIZE)), output
+
+
 def reduce(axis: LateCommunicator) -> tuple[Work, Tensor]:
     output = tensor(axis.rank)
     return axis.all_reduce(output, "max"), output
@@ -64,6 +69,7 @@ EXPECTED: dict[Call, Callable[[int], list[float]]] = {
     gather_in_place: lambda rank: [0, 1, 10, 11, 20, 21],
     scatter: lambda rank: [30 + 6 * rank, 33 + 6 * rank],
     scatter_in_place: lambda rank: [30 + 6 * rank, 33 + 6 * rank],
+    exchange: lambda rank: [10 * source + 2 * rank + place for source in range(SIZE) for place in range(2)],
     reduce: lambda rank: [20, 21],
     reduce_scalars: lambda rank: [3],
     broadcast: lambda rank: [10, 11],

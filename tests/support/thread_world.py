@@ -37,8 +37,12 @@ class ThreadCommunicator:
         output.copy_(torch.cat(self._exchange(input)))
         return CompletedWork()
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         output.copy_(torch.stack(self._exchange(input)).sum(0).chunk(self.size)[self.rank])
+        return CompletedWork()
+
+    def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
+        output.copy_(torch.cat([theirs.chunk(self.size)[self.rank] for theirs in self._exchange(input)]))
         return CompletedWork()
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:

@@ -155,10 +155,13 @@ class TwoAxes:
         self._inner.all_gather_into(row, input, label).wait()
         return self._outer.all_gather_into(output, row, label)
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         row = input.new_empty(self._inner.size * output.numel())
         self._outer.reduce_scatter_into(row, input).wait()
         return self._inner.reduce_scatter_into(output, row)
+
+    def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
+        raise AssertionError("only gathers and sums cross both axes")
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         self._inner.all_reduce(tensor, kind).wait()
