@@ -25,7 +25,7 @@ float32, in pieces of at most `_PIECE` numbers: temporaries are a few times that
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class BlockCodec:
     encoded apart; dimensions may be transposed, but for the last.
     """
 
-    bits: Literal[8, 4]
+    bits: int
     block: int
     stochastic: bool = False
 

@@ -21,11 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store, _get_default_store
 
-from megazero.comm.mesh import GATHERING, SHARD_GATHERING, channel_keys
-from megazero.parallel.topology import AXES, ENDS, REPLICAS, SHARDS, Topology
+from megazero.comm.mesh import ACROSS_GATHERING, GATHERING, INSIDE_GATHERING, SHARD_GATHERING, channel_keys
+from megazero.parallel.topology import ACROSS, AXES, ENDS, INSIDE, REPLICAS, SECONDARY, SHARDS, Topology
 
-# {key: axis} of what ZeRO uses where it partitions over a part of the data-parallel axis.
+# {key: axis} of what ZeRO uses where it partitions over a part of the data-parallel axis, and where what it sends takes
+# hops; gathers have groups of their own, since they run beside sums.
 SHARD_KEYS: Mapping[str, str] = MappingProxyType({SHARDS: SHARDS, SHARD_GATHERING: SHARDS, REPLICAS: REPLICAS})
+HOP_KEYS: Mapping[str, str] = MappingProxyType(
+    {INSIDE: INSIDE, ACROSS: ACROSS, INSIDE_GATHERING: INSIDE, ACROSS_GATHERING: ACROSS}
+)
+SECONDARY_KEYS: Mapping[str, str] = MappingProxyType({SECONDARY: SECONDARY})
 _MOST_CHANNEL_BLOCKS = 4  # thread blocks of an open receive of a pipeline, which runs beside the stage's computation
 
 
@@ -59,10 +64,18 @@ def splits(topology: Topology) -> tuple[Split, ...]:
     those before it, which must be the same on all members.
     """
     keys = {axis: axis for axis in AXES} | {GATHERING: "dp"}
-    keys |= SHARD_KEYS if topology.replicas > 1 else {}
+    keys |= shard_keys(topology)
     keys |= dict.fromkeys(channel_keys(topology.pp), "pp") | {ENDS: ENDS}
     groups = {axis: topology.groups(axis) for axis in dict.fromkeys(keys.values()) if topology.size(axis) > 1}
     return tuple(Split(key, axis, groups[axis]) for key, axis in keys.items() if axis in groups)
+
+
+def shard_keys(topology: Topology) -> dict[str, str]:
+    """Return {key: axis} of the parts of the data-parallel axis that a topology has."""
+    keys: dict[str, str] = {}
+    for axis, found in ((REPLICAS, SHARD_KEYS), (INSIDE, HOP_KEYS), (SECONDARY, SECONDARY_KEYS)):
+        keys |= found if topology.size(axis) > 1 else {}
+    return keys
 
 
 def make_groups(

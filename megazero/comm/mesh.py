@@ -11,10 +11,12 @@ from torch import Tensor
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import Meter
-from megazero.parallel.topology import REPLICAS, SHARDS, WORLD, Topology
+from megazero.parallel.topology import REPLICAS, SECONDARY, SHARDS, WORLD, Topology
 
 GATHERING = "dp_gather"  # the key of the second communicator of the data-parallel axis
 SHARD_GATHERING = "dp_shard_gather"  # the key of that of the shard group, where it is a part of the axis
+INSIDE_GATHERING, ACROSS_GATHERING = "dp_inside_gather", "dp_across_gather"  # those of its parts, for gathers
+WEIGHTS = "dp_weights"  # the key of the shard group's communicator for partitioned parameters, if it is another one
 CONTROL = "control"  # the key of the communicator of all ranks for CPU tensors, where "world" carries a GPU's only
 # The keys of those over which messages of CPU tensors reach rank 0, the innermost first, where no group has all ranks.
 CONTROL_AXES = ("control_tp", "control_dp")
@@ -64,6 +66,16 @@ class Mesh:
     def partition(self) -> Communicator:
         """The ranks over which ZeRO partitions: the data-parallel axis, or a shard group of it."""
         return self.communicators.get(SHARDS, self.communicators["dp"])
+
+    @property
+    def weights(self) -> Communicator:
+        """The ranks of `partition`, for gathers of partitioned parameters, which may be sent quantized."""
+        return self.communicators.get(WEIGHTS, self.gathering)
+
+    @property
+    def secondary(self) -> Communicator:
+        """The ranks over which parameters are partitioned a second time, in the node (hpZ)."""
+        return self.communicators.get(SECONDARY, _ALONE)
 
     @property
     def replicas(self) -> Communicator:

@@ -11,19 +11,30 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 
 from megazero.comm.gpu_environment import defaults_line, missing_defaults
-from megazero.comm.groups import SHARD_KEYS, Limits, Split, gloo_maker, make_groups, splits
+from megazero.comm.groups import HOP_KEYS, Limits, Split, gloo_maker, make_groups, shard_keys, splits
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
-from megazero.comm.mesh import ACTIVATIONS, CONTROL, GATHERING, GRADIENTS, SHARD_GATHERING, Mesh, channel_keys
+from megazero.comm.mesh import (
+    ACROSS_GATHERING,
+    ACTIVATIONS,
+    CONTROL,
+    GATHERING,
+    GRADIENTS,
+    INSIDE_GATHERING,
+    SHARD_GATHERING,
+    Mesh,
+    channel_keys,
+)
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.comm.rendezvous import claim_gpu, open_store
+from megazero.comm.wires import PLAIN, Wires, stack
 from megazero.console import Console
 from megazero.errors import Problem, TopologyError
 from megazero.memory.lease import NO_SCRATCH, Scratch
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import share_of_cores
-from megazero.parallel.topology import AXES, ENDS, REPLICAS, SHARDS, WORLD, Topology
+from megazero.parallel.topology import ACROSS, AXES, ENDS, INSIDE, REPLICAS, SECONDARY, SHARDS, WORLD, Topology
 
 _LONGER = "mend what keeps them apart, or wait longer by --distributed-join-timeout-minutes"
 
@@ -122,6 +133,7 @@ def make_mesh(
     timeout_minutes: float | None = None,
     join_minutes: float | None = None,
     meter: Meter | None = None,
+    wires: Wires = PLAIN,
 ) -> Mesh:
     """Make a metered communicator per axis, a second data-parallel one for parameters, and the pipeline's channels.
 
@@ -129,7 +141,8 @@ def make_mesh(
     Every rank of the job must call this with the same topology.
     timeout_minutes: how long a collective may wait on an axis that has groups of its own, the same as for `join`
     (torch doesn't pass it on); None: the backend's default.  join_minutes: how long ranks may take to make the groups;
-    by default the same.  meter: counts the traffic; by default one of the mesh's own.
+    by default the same.  meter: counts the traffic; by default one of the mesh's own.  wires: how what ZeRO gathers and
+    sums up travels.
     """
     limits = Limits(*(None if limit is None else timedelta(minutes=limit) for limit in (timeout_minutes, join_minutes)))
     meter = meter or Meter()
@@ -145,8 +158,7 @@ def make_mesh(
     both = data_parallel(groups.get("dp"), groups.get(GATHERING), scratch)
     for key, communicator in zip(("dp", GATHERING), both, strict=True):
         communicators[key] = MeteredCommunicator(communicator, "dp", meter, key)
-    if topology.replicas > 1:
-        communicators |= _of_shards(groups, scratch, meter)
+    communicators |= _of_shards(communicators, topology, wires, groups, scratch, meter)
     if topology.world_size > 1 and not carries_cpu_tensors(default_group()):
         group = gloo_maker(limits).make(Split(CONTROL, WORLD, topology.groups(WORLD)), rank)
         communicators[CONTROL] = MeteredCommunicator(_communicator(group, NO_SCRATCH), WORLD, meter, CONTROL)
@@ -155,31 +167,46 @@ def make_mesh(
     return mesh
 
 
-def divide_data_axis(mesh: Mesh, replicas: int, scratch: Scratch, limits: Limits) -> Mesh:
-    """Return the mesh with its data-parallel axis divided into `replicas` shard groups, over which ZeRO partitions.
+def divide_data_axis(mesh: Mesh, topology: Topology, wires: Wires, scratch: Scratch, limits: Limits) -> Mesh:
+    """Return the mesh with its data-parallel axis divided as in `topology`, and with these wires.
 
-    A collective call of all ranks of the job, which are those of the mesh.
+    A collective call of all ranks of the job, which are those of the mesh; its own axis is not divided yet.
     """
-    topology = replace(mesh.topology, replicas=replicas)
-    planned = [split for split in splits(topology) if split.key in SHARD_KEYS]
-    groups = make_groups(planned, mesh.rank, mesh.device, limits)
-    return replace(
-        mesh,
-        topology=topology,
-        communicators={**mesh.communicators, **_of_shards(groups, scratch, mesh.meter)},
-    )
+    keys = shard_keys(topology)
+    groups = make_groups([split for split in splits(topology) if split.key in keys], mesh.rank, mesh.device, limits)
+    parts = _of_shards(mesh.communicators, topology, wires, groups, scratch, mesh.meter)
+    return replace(mesh, topology=topology, communicators={**mesh.communicators, **parts})
 
 
 def _of_shards(
-    groups: Mapping[str, dist.ProcessGroup | None], scratch: Scratch, meter: Meter
+    whole: Mapping[str, Communicator],
+    topology: Topology,
+    wires: Wires,
+    groups: Mapping[str, dist.ProcessGroup | None],
+    scratch: Scratch,
+    meter: Meter,
 ) -> dict[str, Communicator]:
-    """Return the metered communicators of this rank's shard group, and of the ranks with the same partitions."""
-    both = data_parallel(groups.get(SHARDS), groups.get(SHARD_GATHERING), scratch)
-    made: dict[str, Communicator] = {
-        key: MeteredCommunicator(communicator, SHARDS, meter, key)
-        for key, communicator in zip((SHARDS, SHARD_GATHERING), both, strict=True)
-    }
-    return made | {REPLICAS: MeteredCommunicator(_communicator(groups.get(REPLICAS), scratch), REPLICAS, meter)}
+    """Return the communicators of the parts of the data-parallel axis, metered, and stacked as the wires have it.
+
+    whole: those of the mesh, which stand for a part that is all of the axis.
+    """
+    made: dict[str, Communicator] = {}
+    for first, second in ((SHARDS, SHARD_GATHERING), (INSIDE, INSIDE_GATHERING), (ACROSS, ACROSS_GATHERING)):
+        if groups.get(first) is not None:
+            both = data_parallel(groups.get(first), groups.get(second), scratch)
+            for key, communicator in zip((first, second), both, strict=True):
+                made[key] = MeteredCommunicator(communicator, first, meter, key)
+    for axis in (REPLICAS, SECONDARY):
+        if groups.get(axis) is not None:
+            made[axis] = MeteredCommunicator(_communicator(groups[axis], scratch), axis, meter)
+    if topology.replicas == 1:
+        made |= {SHARDS: whole["dp"], SHARD_GATHERING: whole[GATHERING]}
+    elif topology.size(SHARDS) == 1:
+        made |= dict.fromkeys((SHARDS, SHARD_GATHERING), LocalCommunicator())
+    if topology.inside == 1:  # each rank is alone on its node
+        made |= {ACROSS: made[SHARDS], ACROSS_GATHERING: made[SHARD_GATHERING]}
+    plain = {**dict.fromkeys((*HOP_KEYS, SECONDARY), LocalCommunicator()), **made}
+    return made | stack(wires, plain, scratch)
 
 
 def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:

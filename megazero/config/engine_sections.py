@@ -55,6 +55,43 @@ class ZeroConfig:
         unit="replicas",
         ge=1,
     )
+    hierarchical_collectives: bool = setting(
+        False,
+        help="let gathers and sums of a shard group on several nodes take two hops, inside the nodes and across them,"
+        " so that a byte crosses once for each node",
+    )
+    mics_hierarchical_params_gather: bool = setting(
+        False, help="the same for gathers alone, with shard groups on several nodes"
+    )
+    zero_hpz_partition_size: int = setting(
+        1,
+        help="stage 3: processes of a node over which parameters are partitioned a second time, once a forward has"
+        " gathered them, so that later gathers stay inside until the weights change (hpZ, ZeRO++); 1: not",
+        unit="processes",
+        ge=1,
+    )
+    zero_quantized_weights: bool = setting(False, help="stage 3: gather parameters as blocks of integers (qwZ, ZeRO++)")
+    zero_quantized_gradients: bool = setting(
+        False,
+        help="reduce gradients as blocks of integers, by an exchange inside the nodes and one across (qgZ, ZeRO++)",
+    )
+    zero_quantized_weights_bits: int = setting(8, help="bits of a gathered weight", unit="bits", ge=4, le=8)
+    zero_quantized_gradients_bits: int = setting(4, help="bits of an exchanged gradient", unit="bits", ge=4, le=8)
+    zero_quantized_block_size: int = setting(
+        256, help="elements of a quantized block, which have one scale in fp32", unit="elements", ge=2, le=65_536
+    )
+    zero_quantized_stochastic: bool = setting(
+        False, help="round quantized numbers up or down at random, so that errors average out"
+    )
+    zero_error_feedback: bool = setting(
+        False, help="add what zero_quantized_gradients has rounded off to the next step's gradients (LoCo)"
+    )
+    zero_error_feedback_beta: float = setting(
+        0.8, help="the weight of older errors in the mean that is added", ge=0, lt=1
+    )
+    zero_error_feedback_reset: int = setting(
+        1024, help="reductions of a bucket after which its errors are forgotten", unit="reductions", ge=1
+    )
     overlap_comm: bool = setting(True, help="let reductions and gathers run while the model computes")
     contiguous_gradients: bool = setting(
         True,

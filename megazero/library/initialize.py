@@ -15,7 +15,7 @@ from megazero.comm.mesh import Mesh
 from megazero.errors import ConfigError, Problem, UsageError, raise_problems
 from megazero.generators import DefaultGenerators
 from megazero.library.adopted.dtensors import unwrap_dtensors
-from megazero.library.adopted.join import in_shard_groups, mesh_and_buffers
+from megazero.library.adopted.join import divided, mesh_and_buffers
 from megazero.library.config import (
     BatchSizes,
     EngineConfig,
@@ -79,7 +79,7 @@ def initialize(
     raise_problems(ConfigError, missing_packages(settings.reports, lambda name, value: f"reports.{name}: {value}"))
     settings = without_schedule(settings) if optimizer is None else without_optimizer(settings, optimizer)
     mesh, buffers = mesh_and_buffers(mesh, settings.limits)
-    mesh = in_shard_groups(mesh, settings.zero, buffers, settings.limits)
+    mesh = divided(mesh, settings.zero, buffers, settings.limits)
     batch = resolve_batch(settings, mesh.axis("dp").size)
     _warn(settings, batch, mesh, [*use_tf32(settings.precision, mesh.device, given="precision.tf32")])
     # Gradients that autocast makes in fp16 may overflow, whatever the format of their parameters.

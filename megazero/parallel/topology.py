@@ -11,6 +11,10 @@ which holds one *replica* of the model states.
 
     dp_index = replica * shards + shard                      e.g. 2 replicas of dp 4:   [0 1]   [2 3]
 
+A shard group is divided once more, for what travels over fast links and over slow ones: neighbours that are *inside* a
+node, and the ranks *across* nodes that have the same place in theirs; and neighbours that hold *secondary* partitions
+(ZeRO++, arXiv 2306.10209, section 3.2).
+
 No process group is needed here; 1,024 ranks cost the same as one.
 """
 
@@ -18,6 +22,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megazero.units import counted
 
@@ -26,13 +31,21 @@ WORLD = "world"  # the pseudo-axis that holds every rank
 ENDS = "ends"  # the pseudo-axis of the first and the last pipeline stage, which share a tied embedding
 SHARDS = "dp_shard"  # the pseudo-axis of a shard group, a part of dp over which ZeRO partitions
 REPLICAS = "dp_replica"  # the pseudo-axis of the ranks of dp that hold the same partitions
+INSIDE = "dp_inside"  # the pseudo-axis of the ranks of a shard group that are on one node
+ACROSS = "dp_across"  # the pseudo-axis of its ranks that have the same place on different nodes
+SECONDARY = "dp_secondary"  # the pseudo-axis of its ranks over which parameters are partitioned a second time
+# {pseudo-axis of neighbours: that of the ranks with the same place among their neighbours}
+_STRIDES = MappingProxyType({SHARDS: REPLICAS, INSIDE: ACROSS, SECONDARY: ""})
+# {pseudo-axis: the axis that it divides}
+_PARENTS = MappingProxyType({SHARDS: "dp", REPLICAS: "dp", INSIDE: SHARDS, ACROSS: SHARDS, SECONDARY: SHARDS})
 
 
 @dataclass(frozen=True)
 class Topology:
     """The degree of every axis, whose product is the world size, and the rank order, outermost axis first.
 
-    replicas: the number of shard groups along dp, a divisor of it.
+    replicas: the number of shard groups along dp, a divisor of it.  inside, secondary: the sizes of the pseudo-axes of
+    these names, divisors of a shard group's.
     """
 
     tp: int = 1
@@ -40,20 +53,30 @@ class Topology:
     pp: int = 1
     order: tuple[str, ...] = AXES
     replicas: int = 1
+    inside: int = 1
+    secondary: int = 1
 
     def __post_init__(self) -> None:
         assert self.dp % self.replicas == 0, f"{self.dp} ranks in {self.replicas} shard groups"
+        shards = self.dp // self.replicas
+        assert shards % self.inside == shards % self.secondary == 0, f"{self.inside} and {self.secondary} of {shards}"
         assert sorted(self.order) == sorted(AXES), f"every axis once: {self.order}"
 
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.tp
 
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """The numbers that divide the data-parallel axis: all 1 where it is one whole."""
+        return self.replicas, self.inside, self.secondary
+
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis or pseudo-axis; along "ends" 2 where there are several stages."""
         sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp, WORLD: self.world_size, ENDS: min(self.pp, 2)}
-        sizes |= {SHARDS: self.dp // self.replicas, REPLICAS: self.replicas}
-        return sizes[axis]
+        shards = self.dp // self.replicas
+        sizes |= {SHARDS: shards, REPLICAS: self.replicas, INSIDE: self.inside, ACROSS: shards // self.inside}
+        return sizes[axis] if axis != SECONDARY else self.secondary
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Return the coordinate of `rank` along `axis`; along "ends", 1 on the last of several stages, else 0."""
@@ -61,9 +84,10 @@ class Topology:
             return rank
         if axis == ENDS:
             return int(0 < self.coordinate(rank, "pp") == self.pp - 1)
-        if axis in (SHARDS, REPLICAS):
-            replica, shard = divmod(self.coordinate(rank, "dp"), self.size(SHARDS))
-            return shard if axis == SHARDS else replica
+        if axis in _PARENTS:
+            neighbours = next(name for name, strided in _STRIDES.items() if axis in (name, strided))
+            of_parent = self.coordinate(rank, _PARENTS[axis])
+            return of_parent % self.size(neighbours) if axis == neighbours else of_parent // self.size(neighbours)
         inner = math.prod(self.size(name) for name in self.order[self.order.index(axis) + 1 :])
         return rank // inner % self.size(axis)
 
@@ -83,8 +107,8 @@ class Topology:
             return (tuple(range(self.world_size)),)
         if axis == ENDS:
             return tuple(group if self.pp == 1 else (group[0], group[-1]) for group in self.groups("pp"))
-        if axis in (SHARDS, REPLICAS):
-            return tuple(part for group in self.groups("dp") for part in self._parts(group, axis))
+        if axis in _PARENTS:
+            return tuple(part for group in self.groups(_PARENTS[axis]) for part in self._parts(group, axis))
         others = [name for name in self.order if name != axis]
         fixed = itertools.product(*(range(self.size(name)) for name in others))
         return tuple(self._line(axis, dict(zip(others, place, strict=True))) for place in fixed)
@@ -96,8 +120,8 @@ class Topology:
         if axis == ENDS:
             stages = self.group_of(rank, "pp")
             return (stages[0], stages[-1]) if len(stages) > 1 and rank in (stages[0], stages[-1]) else (rank,)
-        if axis in (SHARDS, REPLICAS):
-            return next(part for part in self._parts(self.group_of(rank, "dp"), axis) if rank in part)
+        if axis in _PARENTS:
+            return next(part for part in self._parts(self.group_of(rank, _PARENTS[axis]), axis) if rank in part)
         return self._line(axis, {name: self.coordinate(rank, name) for name in AXES})
 
     def describe(self) -> str:
@@ -106,11 +130,12 @@ class Topology:
         return f"pipeline {self.pp} x {data} x tensor {self.tp} = {counted(self.world_size, 'rank')}"
 
     def _parts(self, group: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:
-        """Return the shard groups of a group along dp, or the groups of ranks with the same partitions."""
-        shards = self.size(SHARDS)
-        if axis == SHARDS:
-            return [group[start : start + shards] for start in range(0, self.dp, shards)]
-        return [group[shard::shards] for shard in range(shards)]
+        """Return the parts of a group, neighbours or ranks with the same place among theirs."""
+        neighbours = next(name for name, strided in _STRIDES.items() if axis in (name, strided))
+        size = self.size(neighbours)
+        if axis == neighbours:
+            return [group[start : start + size] for start in range(0, len(group), size)]
+        return [group[place::size] for place in range(size)]
 
     def _line(self, axis: str, place: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(self.rank_of(**{**place, axis: index}) for index in range(self.size(axis)))

@@ -190,6 +190,35 @@ SHARED: tuple[Row[SharedSections], ...] = (
         {"zero_stage": 1},
     ),
     Row(
+        ("zero_hpz_partition_size", "zero_quantized_weights"),
+        lambda s: "" if s.zero.zero_stage == 3 else "parameters are gathered in ZeRO stage 3 only",
+        {"zero_stage": 3},
+    ),
+    Row(
+        ("mics_hierarchical_params_gather",),
+        lambda s: "hierarchical_collectives does it for gathers too" if s.zero.hierarchical_collectives else "",
+    ),
+    Row(
+        ("zero_quantized_weights_bits",),
+        lambda s: "" if s.zero.zero_quantized_weights else "weights are gathered as they are",
+        {"zero_quantized_weights": True},
+    ),
+    Row(
+        ("zero_quantized_gradients_bits", "zero_error_feedback"),
+        lambda s: "" if s.zero.zero_quantized_gradients else "gradients are reduced as they are",
+        {"zero_quantized_gradients": True},
+    ),
+    Row(
+        ("zero_quantized_block_size", "zero_quantized_stochastic"),
+        lambda s: "" if s.zero.zero_quantized_weights or s.zero.zero_quantized_gradients else "nothing is quantized",
+        {"zero_quantized_gradients": True},
+    ),
+    Row(
+        ("zero_error_feedback_beta", "zero_error_feedback_reset"),
+        lambda s: "" if s.zero.zero_error_feedback else "no errors are fed back",
+        {"zero_error_feedback": True},
+    ),
+    Row(
         ("delayed_parameter_update",),
         lambda s: (
             "offload_optimizer none updates all of it on the device" if s.zero.offload_optimizer == "none" else ""

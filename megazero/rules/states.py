@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from megazero.config import derived
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.config.nearest import near_divisors
 from megazero.errors import Problem
@@ -98,12 +99,41 @@ def shard_groups_are_equal(zero: ZeroConfig, data_parallel_size: int, spell: Spe
             legal = " or ".join(f"{spell(setting)} {near}" for near in near_divisors(data_parallel_size, value))
             given = f"{spell(setting)} {value} with {counted(data_parallel_size, 'data-parallel process')}"
             yield Problem(given, "shard groups have the same number of data-parallel processes", legal)
+            return
+    yield from secondary_partitions_are_equal(zero, data_parallel_size, spell)
+
+
+def quantized_numbers_have_a_form(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    for setting in ("zero_quantized_weights_bits", "zero_quantized_gradients_bits"):
+        if getattr(zero, setting) not in (4, 8):
+            given = f"{spell(setting)} {getattr(zero, setting)}"
+            yield Problem(given, "quantized numbers have 4 bits or 8", f"{spell(setting)} 4, {spell(setting)} 8")
+    block = zero.zero_quantized_block_size
+    if block & (block - 1):
+        near = [1 << (block.bit_length() - 1), 1 << block.bit_length()]
+        legal = " or ".join(f"{spell('zero_quantized_block_size')} {size}" for size in near)
+        yield Problem(f"{spell('zero_quantized_block_size')} {block}", "a block is a power of two", legal)
+    if zero.zero_quantized_gradients and not zero.reduce_scatter:
+        given = f"{spell('zero_quantized_gradients')} without {spell('reduce_scatter')}"
+        rule = "quantized gradients are exchanged, each process summing up its own part"
+        yield Problem(given, rule, f"{spell('reduce_scatter')}")
+
+
+def secondary_partitions_are_equal(zero: ZeroConfig, data_parallel_size: int, spell: Spell) -> Iterator[Problem]:
+    """Yield the problem of secondary partitions that do not divide a shard group."""
+    size = zero.zero_hpz_partition_size
+    shards = data_parallel_size // derived.num_replicas(zero, data_parallel_size)
+    if size > 1 and shards % size:
+        legal = " or ".join(f"{spell('zero_hpz_partition_size')} {near}" for near in near_divisors(shards, size))
+        given = f"{spell('zero_hpz_partition_size')} {size} with shard groups of {shards}"
+        yield Problem(given, "a shard group consists of whole secondary ones", legal)
 
 
 STATE_RULES: tuple[StateRule, ...] = (
     what_is_offloaded_is_partitioned,
     states_in_files_have_a_folder,
     replicas_are_given_once,
+    quantized_numbers_have_a_form,
     loss_scales_are_ordered,
     gradients_are_divided_once,
 )

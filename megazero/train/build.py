@@ -93,7 +93,7 @@ from megazero.train.saving import (
 )
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine, EngineSettings
-from megazero.zero.plan import DTYPES, Placement, resolve
+from megazero.zero.plan import DTYPES, Placement, resolve, wires
 
 _REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
@@ -365,14 +365,16 @@ def assemble(
     console = Console(launch.rank)
     journal = journal or open_journal(config, launch)
     buffers = FusedBuffers(0, device, ledger=ledger)
+    layout = topology(config, launch.world_size, launch.nodes)
     mesh = make_mesh(
-        topology(config, launch.world_size),
+        layout,
         launch.rank,
         device,
         buffers,
         timeout_minutes=derived.collective_limit_minutes(config.limits),
         join_minutes=derived.join_limit_minutes(config.limits),
         meter=meter,
+        wires=wires(config.zero, layout),
     )
     lock = _lock(config, mesh, console)
     try:

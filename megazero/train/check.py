@@ -11,13 +11,14 @@ from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.errors import ConfigError, Problem, TopologyError, UserError, raise_problems
 from megazero.parallel.launch import Launch
-from megazero.parallel.nodes import problems_of_placement
+from megazero.parallel.nodes import Nodes, problems_of_placement
 from megazero.parallel.topology import Topology, parse_order
 from megazero.report.metrics_file import problem_of_run
 from megazero.rules import run as rules
 from megazero.rules.trackers import missing_packages
 from megazero.train.inputs import RunInputs, find_tokenizer, open_inputs
 from megazero.train.start import Start, find_start
+from megazero.zero.plan import data_axis
 
 
 def check(config: RunConfig, launch: Launch) -> RunInputs:
@@ -44,15 +45,18 @@ def check(config: RunConfig, launch: Launch) -> RunInputs:
     return inputs
 
 
-def topology(config: RunConfig, world_size: int) -> Topology:
-    """Return the layout of the job; ranks that tensor and pipeline parallelism do not use are data parallel."""
-    return Topology(
+def topology(config: RunConfig, world_size: int, nodes: Nodes | None = None) -> Topology:
+    """Return the layout of the job; ranks that tensor and pipeline parallelism do not use are data parallel.
+
+    nodes: those that the ranks are on; None: one.
+    """
+    whole = Topology(
         tp=config.parallel.tensor_model_parallel_size,
         dp=derived.data_parallel_size(config, world_size),
         pp=config.parallel.pipeline_model_parallel_size,
         order=parse_order(config.parallel.rank_order),
-        replicas=derived.num_replicas(config.zero, derived.data_parallel_size(config, world_size)),
     )
+    return data_axis(config.zero, whole, nodes)
 
 
 def _placement_problems(config: RunConfig, launch: Launch) -> Iterable[Problem]:

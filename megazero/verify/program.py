@@ -24,6 +24,7 @@ from megazero.verify.configuration import in_stage
 from megazero.verify.module import verify_module as verify_user_module
 from megazero.verify.side_by_side import PrintLine, verify
 from megazero.verify.verdict import Report
+from megazero.zero.plan import wires
 
 
 def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps: int) -> Report:
@@ -42,13 +43,20 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
         timeout_minutes=minutes,
         join_minutes=joining,
     )
-    layout, meter = topology(config, launch.world_size), Meter()
+    layout, meter = topology(config, launch.world_size, launch.nodes), Meter()
     job = place_in_job(launch.rank, layout, limit_seconds=60 * minutes, folder=".", is_run=True)
     try:
         with reported_faults(store, meter.flight, job):
             buffers = FusedBuffers(0, device)
             mesh = make_mesh(
-                layout, launch.rank, device, buffers, timeout_minutes=minutes, join_minutes=joining, meter=meter
+                layout,
+                launch.rank,
+                device,
+                buffers,
+                timeout_minutes=minutes,
+                join_minutes=joining,
+                meter=meter,
+                wires=wires(config.zero, layout),
             )
             return verify(config, mesh, buffers, inputs, steps=steps, print_line=Console(launch.rank).line)
     finally:

@@ -220,9 +220,10 @@ class Engine:
         )
         self._gather = ParameterGather(
             self._shards,
-            mesh.gathering,
+            mesh.weights,
             self._parameters,
             zero,
+            secondary=mesh.secondary,
             ranks_may_differ=settings.serves_user_code,
             take_updated=self._publisher.take_updated,
             timers=settings.timers,
@@ -480,6 +481,8 @@ class Engine:
     def _largest_wire_bytes(self) -> int:
         """The bytes of the largest bucket on the wire."""
         itemsize = max(self.plan.gradient_wire.itemsize, self.plan.gradient.itemsize)
+        if self.settings.zero.zero_quantized_gradients:  # sums of decoded numbers are in fp32 at least
+            itemsize = max(itemsize, torch.float32.itemsize)
         return self.layout.max_bucket_numel * itemsize
 
     @property
@@ -533,7 +536,10 @@ class Engine:
         """Return the bytes of model states that this rank has allocated at a home."""
         # An optimizer that keeps its state itself keeps none in files.
         own = self._update.optimizer_bytes(on_device=home is Home.DEVICE) if home is not Home.FILE else 0
-        return self._shards.model_state_bytes(home, optimizer_bytes=own)
+        found = self._shards.model_state_bytes(home, optimizer_bytes=own)
+        in_memory = Home.HOST if self.plan.parameter.home is Home.FILE else self.plan.parameter.home
+        secondary = self._gather.memory.secondary.nbytes if home is in_memory else 0
+        return replace(found, parameters=found.parameters + secondary)
 
     def measure_files(self, nbytes: int) -> float | None:
         """Return the bytes a second that this rank writes to files of states and reads, from a file of this size.
@@ -693,6 +699,7 @@ class Engine:
                 self.num_weight_changes += 1
                 self.written.find()
                 self._broadcast_value(name, modifier_rank)
+                self._gather.memory.secondary.forget()
                 self.written.accept(name)
             if unit is not None:
                 self._gather.unpin(unit)

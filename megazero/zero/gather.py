@@ -38,9 +38,10 @@ class ParameterGather:
         *,
         timers: Timers,
         take_updated: Callable[[Bucket], Arrival],
+        secondary: Communicator | None = None,
         ranks_may_differ: bool = True,
     ) -> None:
-        """take_updated: as for `UnitMemory`.
+        """take_updated, secondary: as for `UnitMemory`.
 
         ranks_may_differ: False if all ranks surely gather the same units in the same order.
         """
@@ -51,6 +52,7 @@ class ParameterGather:
             shards,
             communicator,
             take_updated=take_updated,
+            secondary=secondary,
             autograd_retains_memory=not zero.memory_efficient_linear,
             labels_gathers=ranks_may_differ or zero.enable_sanity_checks,
             compares_labels=zero.enable_sanity_checks,
@@ -223,10 +225,11 @@ class ParameterGather:
         self.release_all()
 
     def release_all(self) -> None:
-        """Release every unit that is not pinned."""
+        """Release every unit that is not pinned; the next gathers are of partitions, whose values may change now."""
         for unit in list(self.memory.live.values()):
             if not unit.pins:
                 self.memory.release(unit)
+        self.memory.secondary.forget()
 
     def check_unpinned(self, call: str) -> None:
         """Raise UsageError if parameters that are about to change are pinned."""

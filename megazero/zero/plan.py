@@ -20,14 +20,20 @@ files; a share of them may stay on the device, and of what would be in files a s
 parameters, in stage 3, is that of their partitions, which are gathered to the device for use.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
+from megazero.comm.codec import BlockCodec
+from megazero.comm.wires import Wires
+from megazero.config.derived import num_replicas
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.parallel.nodes import Nodes
+from megazero.parallel.topology import SHARDS, Topology
 
 
 class Placement(Enum):
@@ -88,6 +94,9 @@ class ZeroPlan:
 
     max_parameters_in_host: int = 0
     """The elements of partitions that stay in host memory on a rank, if the parameters' home is files."""
+
+    secondary: int = 1
+    """The ranks over which gathered parameters are partitioned a second time; 1: they are not."""
 
     @property
     def may_overflow(self) -> bool:
@@ -172,6 +181,43 @@ HOMES = MappingProxyType({"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.FI
 DTYPES = MappingProxyType({"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
 
+def data_axis(zero: ZeroConfig, topology: Topology, nodes: Nodes | None = None) -> Topology:
+    """Return the topology with the parts of its data-parallel axis that a configuration asks for.
+
+    nodes: those that the ranks are on; None: one.
+    """
+    replicas = num_replicas(zero, topology.dp)
+    secondary = zero.zero_hpz_partition_size if _STAGES[zero.zero_stage].parameter is Placement.PARTITIONED else 1
+    divided = replace(topology, replicas=replicas, secondary=secondary)
+    takes_hops = zero.hierarchical_collectives or zero.mics_hierarchical_params_gather or zero.zero_quantized_gradients
+    return replace(divided, inside=_ranks_inside(divided, nodes)) if takes_hops else divided
+
+
+def _ranks_inside(topology: Topology, nodes: Nodes | None) -> int:
+    """Return how many ranks of a shard group, neighbours, are on each of its nodes; 1 if the numbers differ."""
+    if nodes is None:
+        return topology.size(SHARDS)
+    sizes = {len(list(run)) for group in topology.groups(SHARDS) for _, run in groupby(group, nodes.of)}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def wires(zero: ZeroConfig, topology: Topology) -> Wires:
+    """Return the wires of a shard group."""
+    block, stochastic = zero.zero_quantized_block_size, zero.zero_quantized_stochastic
+    gathers, gradients = zero.zero_quantized_weights, zero.zero_quantized_gradients
+    is_partitioned = _STAGES[zero.zero_stage].parameter is Placement.PARTITIONED
+    return Wires(
+        gathers_in_hops=zero.hierarchical_collectives or zero.mics_hierarchical_params_gather,
+        sums_in_hops=zero.hierarchical_collectives,
+        weights=(
+            BlockCodec(zero.zero_quantized_weights_bits, block, stochastic) if gathers and is_partitioned else None
+        ),
+        gradients=BlockCodec(zero.zero_quantized_gradients_bits, block, stochastic) if gradients else None,
+        error_beta=zero.zero_error_feedback_beta if zero.zero_error_feedback else None,
+        error_reset_steps=zero.zero_error_feedback_reset,
+    )
+
+
 def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
     """Return the table for a configuration that has passed its rules."""
     stage = _STAGES[zero.zero_stage]
@@ -192,6 +238,7 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
         share_at_home=zero.offload_optimizer_ratio,
         share_in_files=zero.offload_optimizer_nvme_ratio,
         max_parameters_in_host=zero.offload_param_max_in_cpu,
+        secondary=zero.zero_hpz_partition_size if stage.parameter is Placement.PARTITIONED else 1,
     )
 
 
@@ -211,6 +258,9 @@ def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int, home: Home = 
     parameters = (
         {plan.parameter.home: partition - in_host, Home.HOST: in_host} if in_host else {plan.parameter.home: partition}
     )
+    if plan.secondary > 1:
+        at = Home.HOST if plan.parameter.home is Home.FILE else plan.parameter.home
+        parameters[at] = parameters.get(at, 0) + numel // plan.secondary
     owned = round(stored(plan.optimizer) * plan.share_at(home))
     reduced = round(stored(plan.gradient) * plan.gradient_share_at(home))
     return ModelStateBytes(

@@ -298,7 +298,7 @@ class Shards:
         """
         part, shard = self.partition(bucket), self._working_shards[bucket.section]
         place = whole[part.start - bucket.start : part.stop - bucket.start]
-        found, arrival = self._parameter_home.bring(self.working(bucket, part), place)
+        found, arrival = self.parameter_home.bring(self.working(bucket, part), place)
         if isinstance(shard, FileState):
             shard.leave(self._place_in_shard(bucket, part), arrival)
         return found, arrival
@@ -346,7 +346,7 @@ class Shards:
         else:
             working = self.working(bucket, within)
         is_partitioned = self.layout.sections[bucket.section].partitioned
-        target = self._parameter_home if is_partitioned else self.device_home
+        target = self.parameter_home if is_partitioned else self.device_home
         if target.is_device:
             return home.load(working, values)
         if home.is_device:
@@ -405,7 +405,7 @@ class Shards:
         is_leased = self.plan.gradient.lifetime is Lifetime.LEASED
         return {
             "hp_params": [states.master] if states is not None and isinstance(states.master, Tensor) else [],
-            "lp_params": self._shards_in_memory if self._parameter_home.is_device else [],
+            "lp_params": self._shards_in_memory if self.parameter_home.is_device else [],
             "lp_grads": [states.gradient] if states is not None and is_leased else [],
         }
 
@@ -442,7 +442,7 @@ class Shards:
         if section.partitioned:
             if section.index not in self._working_shards:
                 numel = section.numel // self.layout.rules.partitions
-                shard = self._working_shards[section.index] = self._parameter_home.zeros(numel, section.dtype)
+                shard = self._working_shards[section.index] = self.parameter_home.zeros(numel, section.dtype)
                 self.ledger.tag(shard, "parameters")
             for slot in section.slots:
                 value = first_value(slot.spec, self._parameters[slot.spec.name]).reshape(-1)
@@ -548,7 +548,7 @@ class Shards:
         return block.tensor.zero_()
 
     @property
-    def _parameter_home(self) -> StateHome:
+    def parameter_home(self) -> StateHome:
         """The home of partitioned parameters; of those in files the memory to which they come."""
         return self._homes[self.plan.parameter.home]
 

@@ -19,10 +19,12 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megazero.comm.interface import Communicator, LabelMismatch, Work
+from megazero.comm.local import LocalCommunicator
 from megazero.errors import CollectiveError, Problem
 from megazero.memory.copies import ARRIVED, Arrival
 from megazero.zero.guard import guard, unguard
 from megazero.zero.layout import Bucket, Section
+from megazero.zero.secondary import SecondaryPartitions
 from megazero.zero.shards import Shards
 
 _STORAGE_ADDRESS: Any = vars(torch._C)["_storage_address"]
@@ -84,6 +86,7 @@ class UnitMemory:
     labels_gathers: whether a gather carries its unit's number, which costs a message where it is compared.
     compares_labels: whether ranks compare what they gather, and wait for that, where their communicator does not.
     take_updated: returns the arrival of a partition's updated values on the device, which its next gather must follow.
+    secondary: the ranks over which gathered parameters are partitioned a second time.
     """
 
     def __init__(
@@ -95,9 +98,11 @@ class UnitMemory:
         labels_gathers: bool = True,
         compares_labels: bool = False,
         take_updated: Callable[[Bucket], Arrival] = lambda bucket: ARRIVED,
+        secondary: Communicator | None = None,
     ) -> None:
         self._shards = shards
         self._communicator = communicator
+        self.secondary = SecondaryPartitions(shards, secondary or LocalCommunicator())
         self._autograd_retains_memory = autograd_retains_memory
         self._labels_gathers, self._compares_labels = labels_gathers, compares_labels
         self._take_updated = take_updated
@@ -140,11 +145,14 @@ class UnitMemory:
             if self._compares_labels and label is not None:
                 self._compare_labels(unit)
             whole = self._shards.flat(self._shards.layout.sections[bucket.section])[bucket.start : bucket.stop]
+            is_near = self.secondary.has(unit.name)
+            source = self.secondary if is_near else self._shards
             with torch.no_grad():
-                mine, brought = self._shards.outgoing(bucket, whole)
+                mine, brought = source.outgoing(bucket, whole)
             updated = self._take_updated(bucket)
+            ranks = self.secondary.communicator if is_near else self._communicator
             with torch.no_grad(), brought.ahead(), updated.ahead():
-                work = self._communicator.all_gather_into(whole, mine, label)
+                work = ranks.all_gather_into(whole, mine, label)
             # The gather of one rank does nothing, or copies where it is queued, and its work waits for nothing.
             unit.works[bucket.index] = work, brought, updated
 
@@ -165,6 +173,8 @@ class UnitMemory:
             raise CollectiveError(Problem(given, rule, legal)) from error
         unit.works.clear()
         unit.state = UnitState.WHOLE
+        with torch.no_grad():
+            self.secondary.keep(unit.name, unit.sections)
 
     def _compare_labels(self, unit: GatheredUnit) -> None:
         """Wait until all ranks have come to a gather; raise CollectiveError if it is not the same unit on all."""

@@ -67,7 +67,7 @@ INNER = """
 --empty-unused-memory-level 2 --use-cpu-initialization --no-initialization --init-model-with-meta-device
 --cross-entropy-fusion-impl te
 --barrier-with-level-1-timing --no-barrier-with-level-1-timing --log-progress --log-loss-scale-to-tensorboard
---log-learning-rate-to-tensorboard --expert-tensor-parallel-size 1 --num-distributed-optimizer-instances 1
+--log-learning-rate-to-tensorboard --expert-tensor-parallel-size 1
 --encoder-tensor-model-parallel-size 0
 """
 GOOD = [

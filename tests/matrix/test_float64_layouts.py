@@ -84,3 +84,27 @@ REPLICATED = [
 @pytest.mark.parametrize("cell", REPLICATED, ids=str)
 def test_replicated_shard_groups_train_like_one_process(cell: Cell, corpus: str, reference: History) -> None:
     assert deviation(train_cell(cell, corpus), reference).worst < BOUND
+
+
+HOPS, GATHERS = {"hierarchical_collectives": True}, {"mics_hierarchical_params_gather": True}
+SECONDARY = {"zero_hpz_partition_size": 4}
+# Gathers and sums in two hops, and secondary partitions, which are exact.
+NEAR = [
+    Cell(tp=1, dp=4, stage=1, accumulation=2, settings=HOPS, nodes=(2, 2)),
+    Cell(tp=1, dp=4, stage=2, accumulation=2, settings=HOPS, nodes=(2, 2)),
+    Cell(tp=1, dp=4, stage=3, settings=HOPS, nodes=(2, 2)),
+    Cell(tp=1, dp=4, stage=0, settings=HOPS, nodes=(2, 2)),
+    Cell(tp=1, dp=4, stage=3, settings={**GATHERS, "max_live_parameters": 0}, nodes=(2, 2)),
+    Cell(tp=1, dp=4, stage=3, settings=HOPS, nodes=(3, 1)),
+    Cell(tp=1, dp=4, stage=3, accumulation=2, settings={"zero_hpz_partition_size": 2}),
+    Cell(tp=1, dp=4, stage=3, settings={**SECONDARY, "max_live_parameters": 0, "offload_param": "cpu"}),
+    Cell(tp=1, dp=4, stage=3, settings={**HOPS, "zero_hpz_partition_size": 2, "mics_shard_size": 2}, nodes=(1, 3)),
+    Cell(tp=2, dp=2, stage=3, settings={"zero_hpz_partition_size": 2, "sequence_parallel": True}),
+    Cell(tp=1, pp=2, dp=2, stage=3, accumulation=4, settings={"zero_hpz_partition_size": 2}),
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("cell", NEAR, ids=str)
+def test_hops_and_secondary_partitions_train_like_one_process(cell: Cell, corpus: str, reference: History) -> None:
+    assert deviation(train_cell(cell, corpus), reference).worst < BOUND

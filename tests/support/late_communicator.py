@@ -21,12 +21,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from megazero.comm.forwarding import ForwardingCommunicator
+from megazero.comm.groups import HOP_KEYS
 from megazero.comm.interface import Communicator, ReduceKind, Work
-from megazero.comm.mesh import Mesh
+from megazero.comm.local import LocalCommunicator
+from megazero.comm.mesh import WEIGHTS, Mesh
 from megazero.comm.metered import MeteredCommunicator
+from megazero.comm.wires import PLAIN, Wires, stack
+from megazero.memory.fused_buffers import FusedBuffers
 
 _POISON_BYTE = 0xA5  # fills types that have no nan
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})  # by bytes
+
+_SCRATCH_BYTES = 1 << 24
 
 
 class Deliveries:
@@ -219,15 +226,28 @@ class _Received(_LateWork):
         known[self._place] += 1
 
 
-def late_mesh(mesh: Mesh, seed: int | None = None) -> Mesh:
-    """Return the mesh with every communicator late, counted by the same meter; all ranks must call this together."""
+def late_mesh(mesh: Mesh, seed: int | None = None, wires: Wires = PLAIN) -> Mesh:
+    """Return the mesh with every communicator late, counted by the same meter; all ranks must call this together.
+
+    wires: those of the mesh, which are stacked anew over the late communicators.
+    """
     deliveries = Deliveries(len(mesh.communicators), mesh.topology.world_size)
-    communicators: dict[str, Communicator] = {}
-    for index, (key, metered) in enumerate(mesh.communicators.items()):
-        assert isinstance(metered, MeteredCommunicator)
-        late = LateCommunicator(metered._inner, seed=seed, deliveries=deliveries, index=index)
-        communicators[key] = MeteredCommunicator(late, metered._axis, mesh.meter)
-    return replace(mesh, communicators=communicators)
+    plain = {key: _plain(one) for key, one in mesh.communicators.items() if key != WEIGHTS}
+    late: dict[int, Communicator] = {}  # by what is late, which may have several keys
+    for index, metered in enumerate(plain.values()):
+        if isinstance(metered, MeteredCommunicator) and id(metered) not in late:
+            inner = LateCommunicator(metered._inner, seed=seed, deliveries=deliveries, index=index)
+            late[id(metered)] = MeteredCommunicator(inner, metered._axis, mesh.meter)
+    communicators = {key: late.get(id(one), one) for key, one in plain.items()}
+    alone = dict.fromkeys(HOP_KEYS, LocalCommunicator())
+    scratch = FusedBuffers(_SCRATCH_BYTES, mesh.device)
+    return replace(mesh, communicators=communicators | stack(wires, {**alone, **communicators}, scratch))
+
+
+def _plain(communicator: Communicator) -> Communicator:
+    while isinstance(communicator, ForwardingCommunicator):
+        communicator = communicator._inner
+    return communicator
 
 
 def late_communicators(mesh: Mesh) -> list[LateCommunicator]:

@@ -43,8 +43,12 @@ from support.late_communicator import late_mesh, unfinished
 
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
+from megazero.comm.wires import PLAIN, Wires
+from megazero.config.engine_sections import ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
+from megazero.zero.plan import data_axis, wires
 
 TIMEOUT_SECONDS = 60.0
 MOST_MESHES = 16  # meshes that a worker may keep from call to call
@@ -147,7 +151,7 @@ def start_fork_server() -> None:
 
 
 _pools: dict[int, WorkerPool] = {}
-_late_meshes: dict[tuple[Topology, int | None], Mesh] = {}  # this worker's, by layout and seed
+_late_meshes: dict[tuple[Topology, Wires, int | None], Mesh] = {}  # this worker's, by layout and seed
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
@@ -179,9 +183,9 @@ def close_pools() -> None:
 
 
 @functools.cache
-def _cached_mesh(rank: int, topology: Topology) -> Mesh:
+def _cached_mesh(rank: int, topology: Topology, chosen: Wires) -> Mesh:
     device = torch.device("cpu")
-    return make_mesh(topology, rank, device, FusedBuffers(SCRATCH_BYTES, device))
+    return make_mesh(topology, rank, device, FusedBuffers(SCRATCH_BYTES, device), wires=chosen)
 
 
 def drop_meshes(rank: int) -> None:
@@ -197,23 +201,28 @@ def mesh_in_worker(
     tp: int = 1,
     dp: int = 1,
     pp: int = 1,
-    replicas: int = 1,
+    zero: ZeroConfig | None = None,
+    nodes: Nodes | None = None,
     is_late: bool = True,
     seed: int | None = None,
 ) -> Mesh:
     """Return the mesh of this worker, its meter at zero; every rank must call this inside fn with the same arguments.
 
     Process groups are made once per layout and kept for a while, since each new one costs sockets and threads.
+    zero: the configuration of the data-parallel axis' parts and wires; nodes: those that the ranks are said to be on.
     seed: draws the order in which late works finish; without one each of them needs its own wait.
     """
-    topology = Topology(tp=tp, dp=dp, pp=pp, replicas=replicas)
-    mesh = _cached_mesh(rank, topology)
+    topology, chosen = Topology(tp=tp, dp=dp, pp=pp), PLAIN
+    if zero is not None:
+        topology = data_axis(zero, topology, nodes)
+        chosen = wires(zero, topology)
+    mesh = _cached_mesh(rank, topology, chosen)
     mesh.meter.reset()
     if not is_late:
         return mesh
-    if (topology, seed) not in _late_meshes:
-        _late_meshes[topology, seed] = late_mesh(mesh, seed)
-    return _late_meshes[topology, seed]
+    if (topology, chosen, seed) not in _late_meshes:
+        _late_meshes[topology, chosen, seed] = late_mesh(mesh, seed, chosen)
+    return _late_meshes[topology, chosen, seed]
 
 
 def _failure(pool: WorkerPool, rank: int, reply: _Reply | None) -> str:

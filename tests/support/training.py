@@ -32,6 +32,7 @@ from megazero.model.gpt import INPUT_AND_OUTPUT
 from megazero.model.initial_values import initial_value
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate
+from megazero.parallel.nodes import Nodes
 from megazero.parallel.param_spec import ParamSpec, StateFragment, named_specs
 from megazero.parallel.topology import ENDS
 from megazero.train.build import batch_layout, build_components, step_context
@@ -76,7 +77,7 @@ class Cell:
     """A layout with its options.
 
     accumulation: micro-batches of a step; settings: further settings of the run; fault: one of FAULTS to plant in the
-    run, or "" for none.
+    run, or "" for none.  nodes: ranks of each node; (): one node has all.
     """
 
     tp: int = 1
@@ -88,6 +89,7 @@ class Cell:
     settings: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
     pp: int = 1
+    nodes: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -163,8 +165,9 @@ def train_cell(cell: Cell, prefix: str) -> list[Outcome]:
 def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     """Run the training loop without its reporting: batches from the loader, steps by `training_step`."""
     config = cell.config(prefix)
-    replicas = derived.num_replicas(config.zero, cell.dp)
-    mesh = faulty(mesh_in_worker(rank, tp=cell.tp, dp=cell.dp, pp=cell.pp, replicas=replicas), cell.fault)
+    nodes = Nodes(cell.nodes) if cell.nodes else None
+    mesh = mesh_in_worker(rank, tp=cell.tp, dp=cell.dp, pp=cell.pp, zero=config.zero, nodes=nodes)
+    mesh = faulty(mesh, cell.fault)
     core = build_components(config, mesh, FusedBuffers(0, mesh.device), vocab_size=config.model.vocab_size or 0)
     start = time.perf_counter()
     figures, comm_bytes = run_steps(config, core, cell.steps)

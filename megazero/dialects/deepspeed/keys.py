@@ -47,6 +47,10 @@ _ZERO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "override_module_apply": True,
         "enable_sanity_checks": False,
         "mics_shard_size": -1,
+        "mics_hierarchical_params_gather": False,
+        "zero_hpz_partition_size": 1,
+        "zero_quantized_weights": False,
+        "zero_quantized_gradients": False,
     }
 )
 _LEAVES = MappingProxyType(
@@ -319,7 +323,6 @@ class Refused:
 
 _QUANTIZED = "collectives move whole numbers of the working precision; communication_data_type narrows gradients only"
 _MASTERS = "master weights are fp32: a weight of 16 bits would lose updates below 1/256 of it (bf16) or 1/2048 (fp16)"
-_HIERARCHY = "parameters are partitioned over all data-parallel processes alike"
 _RECOMPUTE = (
     "what is recomputed is the model's choice: pretrain_gpt.py has --recompute-granularity, a model of one's own calls"
     " megazero.recompute"
@@ -329,12 +332,8 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
     {
         "aio.use_gds": Refused("files of states come to host memory, where they are updated"),
         "zero_optimization.zenflow": Refused("an update waits for all gradients of its step"),
-        "zero_optimization.zero_quantized_weights": Refused(_QUANTIZED),
         "zero_optimization.zero_quantized_nontrainable_weights": Refused(_QUANTIZED),
-        "zero_optimization.zero_quantized_gradients": Refused(_QUANTIZED),
         "zero_optimization.zeropp_loco_param": Refused(_QUANTIZED),
-        "zero_optimization.zero_hpz_partition_size": Refused(_HIERARCHY, (0, 1), "zero_hpz_partition_size: 1"),
-        "zero_optimization.mics_hierarchical_params_gather": Refused(_HIERARCHY),
         "zero_optimization.legacy_stage1": Refused("there is one implementation of every ZeRO stage"),
         "zero_optimization.parameter_alignment": Refused("parameters lie in their bucket without gaps"),
         "zero_optimization.partition_stream_chunk_size": Refused(

@@ -3,13 +3,12 @@
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from megazero.comm.groups import Limits
 from megazero.comm.mesh import Mesh
 from megazero.comm.monitor import place_in_job
 from megazero.comm.shutdown import watch_program
 from megazero.comm.startup import choose_device, divide_data_axis, join, make_mesh
+from megazero.comm.wires import PLAIN
 from megazero.config import derived
 from megazero.config.engine_sections import LimitConfig, ZeroConfig
 from megazero.errors import ConfigError, Problem, TopologyError, UsageError, raise_problems
@@ -25,6 +24,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 from megazero.rules.states import shard_groups_are_equal
+from megazero.zero.plan import data_axis, wires
 
 
 def mesh_and_buffers(given: Any, limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:
@@ -48,22 +48,26 @@ def mesh_and_buffers(given: Any, limits: LimitConfig) -> tuple[Mesh, FusedBuffer
     return mesh, buffers
 
 
-def in_shard_groups(mesh: Mesh, zero: ZeroConfig, buffers: FusedBuffers, limits: LimitConfig) -> Mesh:
-    """Return the mesh with the shard groups that the configuration asks for; a collective call.
+def divided(mesh: Mesh, zero: ZeroConfig, buffers: FusedBuffers, limits: LimitConfig) -> Mesh:
+    """Return the mesh with the shard groups and the wires that the configuration asks for; a collective call.
 
-    Raises ConfigError if they are not equal, and TopologyError if the mesh is not one of all the job's processes.
+    Raises ConfigError if groups are not equal, and TopologyError if the mesh is not one of all the job's processes.
     """
     size = mesh.axis("dp").size
     raise_problems(ConfigError, shard_groups_are_equal(zero, size, lambda name: f"zero.{name}"))
-    replicas = derived.num_replicas(zero, size)
-    if replicas == mesh.topology.replicas or zero.zero_stage == 0:
+    nodes = Launch.from_environment().nodes
+    of_all_ranks = sum(nodes.ranks_per_node) == mesh.topology.world_size
+    topology = data_axis(zero, mesh.topology, nodes if of_all_ranks else None)
+    wanted = wires(zero, topology)
+    if size == 1 or (topology == mesh.topology and wanted == PLAIN):
         return mesh
-    if mesh.topology.world_size != dist.get_world_size() or mesh.topology.replicas > 1:
-        given = f"{replicas} replicas of the model states on {mesh.topology.describe()}"
-        rule = "shard groups are made in a mesh of all processes, which has none yet"
+    group = default_group(mesh.device)
+    if group is None or group.size != mesh.topology.world_size or mesh.topology.parts != Topology().parts:
+        given = f"parts of the data-parallel axis, or wires, on {mesh.topology.describe()}"
+        rule = "they are made in a mesh of all processes that has none yet"
         raise TopologyError(Problem(given, rule, "megazero.initialize without mesh, or the configuration without them"))
     minutes = timedelta(minutes=derived.collective_limit_minutes(limits))
-    return divide_data_axis(mesh, replicas, buffers, Limits(minutes, minutes))
+    return divide_data_axis(mesh, topology, wanted, buffers, Limits(minutes, minutes))
 
 
 def _join_others(limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:
