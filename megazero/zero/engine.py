@@ -224,6 +224,7 @@ class Engine:
             self._parameters,
             zero,
             secondary=mesh.secondary,
+            exact=mesh.gathering,
             ranks_may_differ=settings.serves_user_code,
             take_updated=self._publisher.take_updated,
             timers=settings.timers,

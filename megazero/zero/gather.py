@@ -39,9 +39,10 @@ class ParameterGather:
         timers: Timers,
         take_updated: Callable[[Bucket], Arrival],
         secondary: Communicator | None = None,
+        exact: Communicator | None = None,
         ranks_may_differ: bool = True,
     ) -> None:
-        """take_updated, secondary: as for `UnitMemory`.
+        """take_updated, secondary, exact: as for `UnitMemory`.
 
         ranks_may_differ: False if all ranks surely gather the same units in the same order.
         """
@@ -53,6 +54,7 @@ class ParameterGather:
             communicator,
             take_updated=take_updated,
             secondary=secondary,
+            exact=exact,
             autograd_retains_memory=not zero.memory_efficient_linear,
             labels_gathers=ranks_may_differ or zero.enable_sanity_checks,
             compares_labels=zero.enable_sanity_checks,
@@ -123,6 +125,10 @@ class ParameterGather:
         """Gather a unit outside any pass, whole and unguarded until `unpin`; the record of uses has no such use."""
         self._check_back(why)
         unit = self._units[name]
+        if self.memory.rounds and not unit.pins:
+            if unit.state is not UnitState.PARTITIONED and not unit.is_exact:
+                self.memory.release(unit)
+            unit.is_exact = True
         unit.pins += 1
         self._gather(unit, why)
         unit.was_pinned_by_user = True

@@ -48,6 +48,7 @@ class GatheredUnit:
     not needed once all have.  shared: whether other tensors refer to its memory, and retain it beyond the release.
     recomputed_in: the backward whose recomputation used it, which may walk what it has recomputed in a backward of its
     own.  was_pinned_by_user: whether the user may have written values into it, which a release must discard.
+    is_exact: whether its gather is for a user, who gets what is stored, where a pass gets what a wire has rounded.
     """
 
     name: str
@@ -62,6 +63,7 @@ class GatheredUnit:
     shared: bool = False
     recomputed_in: int | None = None
     was_pinned_by_user: bool = False
+    is_exact: bool = False
     awaited: set[str] = field(default_factory=set)
     works: dict[int, tuple[Work | Arrival, ...]] = field(default_factory=dict)  # of launched buckets, by index
 
@@ -87,6 +89,7 @@ class UnitMemory:
     compares_labels: whether ranks compare what they gather, and wait for that, where their communicator does not.
     take_updated: returns the arrival of a partition's updated values on the device, which its next gather must follow.
     secondary: the ranks over which gathered parameters are partitioned a second time.
+    exact: a communicator of the same ranks for what is gathered for a user; by default the same.
     """
 
     def __init__(
@@ -99,9 +102,13 @@ class UnitMemory:
         compares_labels: bool = False,
         take_updated: Callable[[Bucket], Arrival] = lambda bucket: ARRIVED,
         secondary: Communicator | None = None,
+        exact: Communicator | None = None,
     ) -> None:
         self._shards = shards
         self._communicator = communicator
+        self._exact = exact or communicator
+        self.rounds = self._exact is not communicator
+        """True if gathers for passes round what they send."""
         self.secondary = SecondaryPartitions(shards, secondary or LocalCommunicator())
         self._autograd_retains_memory = autograd_retains_memory
         self._labels_gathers, self._compares_labels = labels_gathers, compares_labels
@@ -145,12 +152,13 @@ class UnitMemory:
             if self._compares_labels and label is not None:
                 self._compare_labels(unit)
             whole = self._shards.flat(self._shards.layout.sections[bucket.section])[bucket.start : bucket.stop]
-            is_near = self.secondary.has(unit.name)
+            is_near = self.secondary.has(unit.name) and not unit.is_exact
             source = self.secondary if is_near else self._shards
             with torch.no_grad():
                 mine, brought = source.outgoing(bucket, whole)
             updated = self._take_updated(bucket)
-            ranks = self.secondary.communicator if is_near else self._communicator
+            far = self._exact if unit.is_exact else self._communicator
+            ranks = self.secondary.communicator if is_near else far
             with torch.no_grad(), brought.ahead(), updated.ahead():
                 work = ranks.all_gather_into(whole, mine, label)
             # The gather of one rank does nothing, or copies where it is queued, and its work waits for nothing.
@@ -173,8 +181,9 @@ class UnitMemory:
             raise CollectiveError(Problem(given, rule, legal)) from error
         unit.works.clear()
         unit.state = UnitState.WHOLE
-        with torch.no_grad():
-            self.secondary.keep(unit.name, unit.sections)
+        if not unit.is_exact:
+            with torch.no_grad():
+                self.secondary.keep(unit.name, unit.sections)
 
     def _compare_labels(self, unit: GatheredUnit) -> None:
         """Wait until all ranks have come to a gather; raise CollectiveError if it is not the same unit on all."""
@@ -229,7 +238,7 @@ class UnitMemory:
                 self._shards.ledger.resized(flat)
         each(guard, unit.parameters)
         unit.state = UnitState.PARTITIONED
-        unit.is_prefetched = unit.shared = unit.was_pinned_by_user = False
+        unit.is_prefetched = unit.shared = unit.was_pinned_by_user = unit.is_exact = False
         unit.recomputed_in = None
         del self.live[unit.name]
         self.live_numel -= unit.numel
