@@ -148,6 +148,15 @@ def test_values_are_those_of_an_engine_on_the_device(stage: int, optimizer: str,
     files.close()
 
 
+def test_an_optimizer_without_state_updates_weights_in_files(tmp_path: Path) -> None:
+    losses = []
+    for home in ("none", "nvme"):
+        engine = make_engine(1, home, tmp_path, optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
+        losses.append(train(engine, 0, 4))
+        engine.close()
+    assert losses[0] == losses[1] and len(set(losses[0])) == 4
+
+
 @each("precision", [FP16, {"precision": "fp32"}])
 def test_values_in_other_number_formats(precision: Mapping[str, Any], tmp_path: Path) -> None:
     files, plain = (make_engine(3, home, tmp_path, precision=precision) for home in ("nvme", "none"))
