@@ -289,11 +289,19 @@ class FileStates:
             if self._leaving and (waits or self._leaving[0].is_done):
                 self._finish_writing()
                 continue
-            idle = next((block for block in self._held if not (block.is_wanted or block.is_referred_to)), None)
+            idle = next((block for block in self._held if self._is_idle(block, waits=waits)), None)
             if idle is None:
                 return False
             self._put_back(idle)
         return True
+
+    def _is_idle(self, block: _Block, *, waits: bool) -> bool:
+        """Return True if nobody needs a block's buffer; waits: until it has been read, which refers to it too."""
+        if block.is_wanted:
+            return False
+        if waits:
+            self._wait(block)
+        return block.is_done and not block.is_referred_to
 
     def _put_back(self, block: _Block) -> None:
         """Free the buffer of a block to which nobody refers, after it is written if it has changed."""
