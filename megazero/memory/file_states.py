@@ -44,6 +44,14 @@ class FileSlice(NamedTuple):
     def view(self) -> Tensor:
         return self.state[self.within]
 
+    def fetch(self) -> bool:
+        """Begin to read the elements' block if a buffer is free; return False if none is."""
+        return self.state.fetch(self.within)
+
+    def leave(self) -> None:
+        """Let the buffer of the elements' block, which have not changed, be free once nobody refers to them."""
+        self.state.leave(self.within, ARRIVED)
+
 
 @dataclass(eq=False)
 class _Block:
