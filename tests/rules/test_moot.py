@@ -77,6 +77,7 @@ SHARED_CASES = (
         Case(name, value, ERROR, {"offload_optimizer": "cpu"}, IN_FILES)
         for name, value in (
             ("offload_optimizer_nvme_ratio", 0.5),
+            ("offload_gradients_nvme", True),
             ("offload_buffer_count", 9),
             ("offload_pipeline_read", False),
             ("offload_pipeline_write", False),
