@@ -187,10 +187,12 @@ def test_the_number_of_buffers_is_constant(
     engine = make_engine(2, "nvme", tmp_path, accumulation=2, sub_group_size=2, **gradients, **pipeline)
     files = engine.zero_engine._files
     assert files is not None
+    most = 4096 * kinds * (3 - list(pipeline.values()).count(False))
     for step in range(8):
         train(engine, step, 1)
         engine.optimizer_statistics()
-        assert files._memory.peak_bytes <= 4096 * kinds * (3 - list(pipeline.values()).count(False))
+        assert files._memory.peak_bytes <= most
+    assert files._memory.peak_bytes == most or "offload_pipeline_read" in pipeline
     engine.close()
 
 
