@@ -298,12 +298,14 @@ STAGES_OF: Mapping[str, Sequence[int]] = MappingProxyType(
         **dict.fromkeys(("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"), (3,)),
         "enable_sanity_checks": (3,),
         **dict.fromkeys(("offload_optimizer", "offload_optimizer_ratio"), (1, 2, 3)),
-        **dict.fromkeys(("offload_optimizer_nvme_ratio", "nvme_path", "offload_buffer_count"), (1, 2, 3)),
+        **dict.fromkeys(("offload_optimizer_nvme_ratio", "offload_gradients_nvme"), (1, 2, 3)),
+        **dict.fromkeys(("nvme_path", "offload_buffer_count"), (1, 2, 3)),
         **dict.fromkeys(("offload_param", "offload_param_buffer_count"), (3,)),
     }
 )
 # Files with as few buffers as may be.
 _FILES: Mapping[str, Any] = MappingProxyType({"nvme_path": tempfile.gettempdir(), "offload_buffer_count": 3})
+_GRADIENT_FILES: Mapping[str, Any] = MappingProxyType({"offload_gradients_nvme": True, "offload_buffer_count": 4})
 # Where optimizer states and parameters have their home, as far as the stage allows.
 HOMES: Sequence[Mapping[str, Any]] = (
     {},
@@ -315,6 +317,8 @@ HOMES: Sequence[Mapping[str, Any]] = (
     {"offload_optimizer": "nvme", "offload_param": "cpu", **_FILES},
     {"offload_optimizer": "nvme", "offload_param": "nvme", "offload_param_buffer_count": 1, **_FILES},
     {"offload_optimizer": "nvme", "offload_optimizer_ratio": 0.7, "offload_optimizer_nvme_ratio": 0.5, **_FILES},
+    {"offload_optimizer": "nvme", **_FILES, **_GRADIENT_FILES},
+    {"offload_optimizer": "nvme", "offload_optimizer_nvme_ratio": 0.5, **_FILES, **_GRADIENT_FILES},
 )
 
 

@@ -188,7 +188,8 @@ class ZeroConfig:
         "none",
         help="stages 1 to 3: home of master weights, moments and reduced gradients; cpu: host memory, where the host's"
         " processors update them; nvme: files under nvme_path, from where master weights and moments come to host"
-        " memory for their update, a sub-group at a time, while reduced gradients stay in host memory",
+        " memory for their update, a sub-group at a time, while reduced gradients stay in host memory, unless"
+        " offload_gradients_nvme moves them",
     )
     offload_optimizer_ratio: float = setting(
         1.0,
@@ -204,6 +205,11 @@ class ZeroConfig:
         " by bucket",
         gt=0,
         le=1,
+    )
+    offload_gradients_nvme: bool = setting(
+        False,
+        help="reduced gradients too are in files, where offload_optimizer nvme moves their master weights and moments:"
+        " written after each reduction, and read for later ones, for the norm and for the update",
     )
     nvme_path: Path | None = setting(
         None,

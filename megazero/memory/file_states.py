@@ -44,6 +44,14 @@ class FileSlice(NamedTuple):
     def view(self) -> Tensor:
         return self.state[self.within]
 
+    def fetch(self) -> bool:
+        """Begin to read the elements' block if a buffer is free; return False if none is."""
+        return self.state.fetch(self.within)
+
+    def leave(self) -> None:
+        """Let the buffer of the elements' block, which have not changed, be free once nobody refers to them."""
+        self.state.leave(self.within, ARRIVED)
+
 
 @dataclass(eq=False)
 class _Block:
@@ -289,11 +297,19 @@ class FileStates:
             if self._leaving and (waits or self._leaving[0].is_done):
                 self._finish_writing()
                 continue
-            idle = next((block for block in self._held if not (block.is_wanted or block.is_referred_to)), None)
+            idle = next((block for block in self._held if self._is_idle(block, waits=waits)), None)
             if idle is None:
                 return False
             self._put_back(idle)
         return True
+
+    def _is_idle(self, block: _Block, *, waits: bool) -> bool:
+        """Return True if nobody needs a block's buffer; waits: until it has been read, which refers to it too."""
+        if block.is_wanted:
+            return False
+        if waits:
+            self._wait(block)
+        return block.is_done and not block.is_referred_to
 
     def _put_back(self, block: _Block) -> None:
         """Free the buffer of a block to which nobody refers, after it is written if it has changed."""

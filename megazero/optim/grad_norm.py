@@ -9,7 +9,7 @@ On a CPU torch widens narrow numbers into memory of its own before it sums them;
 constant-size buffer, one fragment at a time (CB: ZeRO, section 6.2).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def fragment_norms(gradients: Sequence[Tensor], device: torch.device, buffers: S
         return torch.zeros(0, dtype=torch.float64, device=device)
     dtype = sum_dtype(gradients[0].dtype)
     if device.type == "cpu" and gradients[0].dtype != dtype:
-        norms = [_norm_of_narrow(gradient, dtype, buffers) for gradient in gradients]
+        norms = [norm_of_parts([gradient], gradient.numel(), dtype, buffers) for gradient in gradients]
     else:
         norms = list(torch._foreach_norm(list(gradients), 2, dtype=dtype))
     return torch.stack(norms).double()
@@ -39,9 +39,16 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _norm_of_narrow(gradient: Tensor, dtype: torch.dtype, buffers: Scratch) -> Tensor:
-    lease = buffers.lease(gradient.numel(), dtype)
-    norm: Tensor = torch.linalg.vector_norm(lease.tensor.copy_(gradient))
+def norm_of_parts(parts: Iterable[Tensor], numel: int, dtype: torch.dtype, buffers: Scratch) -> Tensor:
+    """Return the L2 norm of a tensor on a CPU that comes in parts, one after the other, in the dtype of its sum.
+
+    numel: its elements, for which memory is leased: the norm is that of all in one tensor, to the bit.
+    """
+    lease, start = buffers.lease(numel, dtype), 0
+    for part in parts:
+        lease.tensor[start : start + part.numel()].copy_(part)
+        start += part.numel()
+    norm: Tensor = torch.linalg.vector_norm(lease.tensor)
     lease.release()
     return norm
 

@@ -97,7 +97,8 @@ class InnerOptimizer(Protocol):
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         """Update one run in place; step: the number of this step, from 1, a float32 scalar.
 
-        A run with moments that the optimizer would keep itself has the state in their memory.
+        A run that was bound without elements has them here, and the state that the optimizer would keep itself in the
+        memory of the moments.
         inputs: those `for_masters`.
         """
 
@@ -259,11 +260,12 @@ class Elementwise:
         position = self._positions[index]
         lease = buffers.lease(run.master.numel(), run.master.dtype)
         gradient = _scaled(run.gradient, inputs.factor, lease.tensor)
-        if run.moments:
+        is_away = not self._runs[index].master.numel()  # between two updates, with its state, if it has any
+        if is_away:
             self.optimizer.attach(position, run.master, run.moments)
         options = None if inputs.options is None else inputs.options[run.group]
         self.optimizer.step_run(position, gradient, lr=inputs.lr, options=options)
-        if run.moments:
+        if is_away:
             self.optimizer.detach(position, run.moments)
         lease.release()
 

@@ -18,7 +18,7 @@ from megazero.memory.host import host_bandwidth
 from megazero.parallel.topology import SHARDS
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine
-from megazero.zero.plan import NO_FILES, FileTraffic, Home, HostTraffic, file_traffic, host_traffic
+from megazero.zero.plan import NO_FILES, FileTraffic, HostTraffic, file_traffic, host_traffic
 
 # Beyond this many times the step without offloading, the price is a warning.
 _DEAR = 3.0
@@ -92,7 +92,7 @@ def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None
     traffic = host_traffic(plan, numel, partitions, num_micro_batches)
     if not any(traffic):
         return []
-    updated = round(numel // partitions * plan.gradient_share_at(Home.HOST))
+    updated = round(numel // partitions * plan.share_away)
     price = estimate_price(traffic, updated=updated, flops=flops, dtype=plan.parameter.dtype, device=mesh.device)
     files = file_traffic(plan, numel, partitions, num_micro_batches)
     if any(files):

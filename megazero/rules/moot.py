@@ -237,6 +237,7 @@ SHARED: tuple[Row[SharedSections], ...] = (
     Row(
         (
             "offload_optimizer_nvme_ratio",
+            "offload_gradients_nvme",
             "offload_buffer_count",
             "offload_pipeline_read",
             "offload_pipeline_write",

@@ -61,10 +61,12 @@ def states_in_files_have_a_folder(zero: ZeroConfig, precision: PrecisionConfig, 
         yield Problem(given, "files of states need a folder", f"{spell('nvme_path')} FOLDER, on a fast local disk")
     elif problem := _problem_of_folder(zero.nvme_path):
         yield Problem(f"{spell('nvme_path')} {zero.nvme_path}", problem, "a folder that exists, or may be made")
-    if 0 < zero.offload_buffer_count < NUM_ADAM_STATES:
+    least = NUM_ADAM_STATES + zero.offload_gradients_nvme
+    if 0 < zero.offload_buffer_count < least:
         given = f"{spell('offload_buffer_count')} {zero.offload_buffer_count}"
-        rule = f"Adam has {NUM_ADAM_STATES} kinds of state in files, which are in memory together for an update"
-        legal = f"{spell('offload_buffer_count')} {NUM_ADAM_STATES} or more, or 0 for as many as are of use"
+        of_gradients = f" with {spell('offload_gradients_nvme')}" if zero.offload_gradients_nvme else ""
+        rule = f"Adam has {least} kinds of state in files{of_gradients}, which are in memory together for an update"
+        legal = f"{spell('offload_buffer_count')} {least} or more, or 0 for as many as are of use"
         yield Problem(given, rule, legal)
     if zero.aio_block_size % ALIGNMENT:
         given = f"{spell('aio_block_size')} {zero.aio_block_size}"
@@ -129,9 +131,17 @@ def secondary_partitions_are_equal(zero: ZeroConfig, data_parallel_size: int, sp
         yield Problem(given, "a shard group consists of whole secondary ones", legal)
 
 
+def late_updates_have_their_gradients(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    if zero.delayed_parameter_update and zero.offload_gradients_nvme:
+        given = f"{spell('delayed_parameter_update')} and {spell('offload_gradients_nvme')}"
+        rule = "gradients of the next step would come to the files while those of this one are read from there"
+        yield Problem(given, rule, f"{spell('delayed_parameter_update')}, or {spell('offload_gradients_nvme')}")
+
+
 STATE_RULES: tuple[StateRule, ...] = (
     what_is_offloaded_is_partitioned,
     states_in_files_have_a_folder,
+    late_updates_have_their_gradients,
     replicas_are_given_once,
     quantized_numbers_have_a_form,
     loss_scales_are_ordered,

@@ -742,7 +742,7 @@ class Engine:
         zero = self.settings.zero
         if self.plan.optimizer.home is not Home.FILE:
             return None
-        num_kinds = 1 + len(self._kinds_in_files)
+        num_kinds = 1 + len(self._kinds_in_files) + (self.plan.gradient.home is Home.FILE)
         pipelined = num_kinds * (1 + zero.offload_pipeline_read + zero.offload_pipeline_write)
         return self._file_states(zero.offload_buffer_count or pipelined, writes_behind=zero.offload_pipeline_write)
 

@@ -15,9 +15,10 @@ every micro-batch.  Without contiguous gradients resident ones become *loose*: t
 until the boundary.
 
 Every row has a *home*, which the configuration chooses: the device, host memory, or files.  The optimizer's home is
-that of master weights and moments, in stages 1 to 3, and reduced gradients are there too, or in host memory if it is
-files; a share of them may stay on the device, and of what would be in files a share in host memory.  The home of
-parameters, in stage 3, is that of their partitions, which are gathered to the device for use.
+that of master weights and moments, in stages 1 to 3, and reduced gradients are there too; if it is files, they are in
+host memory unless the configuration moves them to files as well.  A share of all these may stay on the device, and of
+what would be in files a share in host memory.  The home of parameters, in stage 3, is that of their partitions, which
+are gathered to the device for use.
 """
 
 from dataclasses import dataclass, replace
@@ -117,10 +118,16 @@ class ZeroPlan:
         in_files = away * self.share_in_files if self.optimizer.home is Home.FILE else 0.0
         return {Home.DEVICE: 1.0 - away, Home.HOST: away - in_files, Home.FILE: in_files}[home]
 
+    @property
+    def share_away(self) -> float:
+        """The part of the optimizer's elements that the host updates, in whichever home they live."""
+        return 1.0 - self.share_at(Home.DEVICE)
+
     def gradient_share_at(self, home: Home) -> float:
-        """Return the part of the reduced gradients that live in a home; none live in files."""
-        shares = {Home.DEVICE: self.share_at(Home.DEVICE), Home.HOST: 1.0 - self.share_at(Home.DEVICE)}
-        return shares.get(home, 0.0)
+        """Return the part of the reduced gradients that live in a home."""
+        in_files = self.share_at(Home.FILE) if self.gradient.home is Home.FILE else 0.0
+        shares = {Home.DEVICE: self.share_at(Home.DEVICE), Home.HOST: self.share_away - in_files, Home.FILE: in_files}
+        return shares[home]
 
     def separates_master(self, home: Home) -> bool:
         """Return True if master weights with this home are tensors of their own."""
@@ -229,9 +236,10 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
         lifetime = Lifetime.LOOSE
     gathered = Lifetime.LEASED if stage.parameter is Placement.PARTITIONED else Lifetime.RESIDENT
     home = HOMES[zero.offload_optimizer]
+    gradient_home = Home.HOST if home is Home.FILE and not zero.offload_gradients_nvme else home
     return ZeroPlan(
         parameter=Row(stage.parameter, parameter_dtype, gathered, HOMES[zero.offload_param]),
-        gradient=Row(stage.gradient, gradient_dtype, lifetime, Home.DEVICE if home is Home.DEVICE else Home.HOST),
+        gradient=Row(stage.gradient, gradient_dtype, lifetime, gradient_home),
         optimizer=Row(stage.optimizer, master_dtype, home=home),
         gradient_wire=DTYPES.get(zero.communication_data_type, gradient_dtype),
         skips_not_finite=precision.check_grad_overflow,
@@ -300,7 +308,7 @@ def host_traffic(
     partition comes for each gather.
     """
     owned = numel // partitions
-    away = round(owned * plan.gradient_share_at(Home.HOST))
+    away = round(owned * plan.share_away)
     reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
     stored = reductions * away * plan.gradient.itemsize
     loaded = (reductions - 1) * away * plan.gradient.itemsize
@@ -318,13 +326,19 @@ def file_traffic(
 ) -> FileTraffic:
     """Return what a rank writes to files and reads in a step at most, by formula.
 
-    numel, num_gathers: as for `data_parallel_bytes`.  Master weights and two moments are read once and written once, a
-    partition is written once and read for each gather; what is still in a buffer is not read again.
+    numel, num_gathers: as for `data_parallel_bytes`.  Master weights and two moments are read once and written once;
+    a gradient's sum is written for each reduction, and read for all but the first, for the norm and for the update; a
+    partition is written once and read for each gather.  What is still in a buffer is not read again.  Sums over another
+    axis than the data-parallel one are left out.
     """
     owned = numel // partitions
     states = round(owned * plan.share_at(Home.FILE)) * 3 * plan.optimizer.itemsize
-    if plan.parameter.home is not Home.FILE:
-        return FileTraffic(states, states)
-    partition = max(owned - plan.max_parameters_in_host, 0) * plan.parameter.itemsize
+    gradients = round(owned * plan.gradient_share_at(Home.FILE)) * plan.gradient.itemsize
+    reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
+    in_files = max(owned - plan.max_parameters_in_host, 0) if plan.parameter.home is Home.FILE else 0
+    partition = in_files * plan.parameter.itemsize
     gathers = 2 * num_micro_batches if num_gathers is None else num_gathers
-    return FileTraffic(states + partition, states + gathers * partition)
+    return FileTraffic(
+        write=states + reductions * gradients + partition,
+        read=states + (reductions + 1) * gradients + gathers * partition,
+    )

@@ -65,7 +65,13 @@ class GradientReducer:
         self.bucket_arena = self._make_arena(list(parameters), buffers) if zero.contiguous_gradients else None
         self.scratch: Scratch = self.bucket_arena or buffers
         """The pool of buckets on the wire; between a backward and the next one other temporaries may use it."""
-        self._store = make_store(shards, self.scratch, parameters, contiguous=zero.contiguous_gradients)
+        self._store = make_store(
+            shards,
+            self.scratch,
+            parameters,
+            contiguous=zero.contiguous_gradients,
+            reads_ahead=zero.offload_pipeline_read,
+        )
         self._is_replicated = shards.plan.gradient.placement is Placement.REPLICATED
         self._in_flight: deque[_InFlight] = deque()
         self._gathering: list[Work] = []

@@ -56,19 +56,24 @@ class SubGroup(NamedTuple):
 class _Owned:
     """The optimizer's states of all buckets with one home, flat tensors [elements of these buckets that a rank owns].
 
-    home: that of gradients, where the states are updated.
+    home: the memory in which the states are updated.
     gradient: reduced gradients, without elements where they stay in resident memory.
     """
 
     home: StateHome
-    gradient: Tensor
+    gradient: Tensor | FileState
     master: Tensor | FileState | None
     moments: Mapping[str, Tensor | FileState]
 
     @property
     def files(self) -> list[FileState]:
-        """The states that are in files."""
+        """The states that an update changes, as far as they are in files."""
         return [state for state in (self.master, *self.moments.values()) if isinstance(state, FileState)]
+
+    @property
+    def gradient_file(self) -> FileState | None:
+        """The reduced gradients, if they are in a file."""
+        return self.gradient if isinstance(self.gradient, FileState) else None
 
 
 class Shards:
@@ -237,8 +242,11 @@ class Shards:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients that this rank stores."""
-        for flat in (*self._resident_gradients.values(), *(states.gradient for states in self._states.values())):
+        for flat in self._resident_gradients.values():
             flat.detach().mul_(factor)
+        for bucket in self.layout.trainable_buckets:
+            for part in () if self.reduces_in_place(bucket) else self.gradient_parts(bucket, self.owned(bucket)):
+                self.reduced_gradient(bucket, part).detach().mul_(factor)
 
     def sub_groups(self, bucket: Bucket) -> list[SubGroup]:
         """Return the parts of a bucket that this rank updates one after the other."""
@@ -250,28 +258,83 @@ class Shards:
 
     def fetch(self, sub_group: SubGroup) -> bool:
         """Begin to read what the optimizer keeps in files of a sub-group; return False if buffers are wanting."""
-        place = self._place(sub_group.bucket, sub_group.within)
-        return all(file.fetch(place) for file in self._state(sub_group.bucket).files)
+        place, states = self._place(sub_group.bucket, sub_group.within), self._state(sub_group.bucket)
+        gradient = states.gradient_file
+        return all(file.fetch(place) for file in states.files) and (gradient is None or gradient.fetch(place))
 
     def store(self, sub_group: SubGroup, arrival: Arrival) -> None:
-        """Begin to write what the optimizer keeps in files of a sub-group; arrival: that of copies of it."""
-        place = self._place(sub_group.bucket, sub_group.within)
-        for file in self._state(sub_group.bucket).files:
+        """Begin to write what an update has changed in files of a sub-group; arrival: that of copies of it."""
+        place, states = self._place(sub_group.bucket, sub_group.within), self._state(sub_group.bucket)
+        for file in states.files:
             file.store(place, arrival)
+        if (gradient := states.gradient_file) is not None:
+            gradient.leave(place, ARRIVED)
+
+    def forget_state_fetches(self) -> None:
+        """Let buffers be free of states that have been fetched for an update that did not come."""
+        if self._files is not None:
+            self._files.forget_fetches()
 
     def home(self, bucket: Bucket) -> StateHome:
-        """Return the home of a bucket's reduced gradients, where its master weights and moments are updated."""
+        """Return the memory in which a bucket's master weights and moments are updated, from gradients there."""
         return self._states[self._home_of[bucket.index]].home
 
     def reduces_in_place(self, bucket: Bucket) -> bool:
         """Return True if a bucket's reduced gradients stay in the resident memory of the unreduced ones."""
         return self._is_resident and self._home_of[bucket.index] is Home.DEVICE
 
+    def gradient_parts(self, bucket: Bucket, within: Range) -> Iterator[Range]:
+        """Yield the parts of an owned range whose reduced gradients are a tensor each: in files, those of a block."""
+        return iter((within,)) if self._state(bucket).gradient_file is None else self._parts(bucket, within)
+
     def reduced_gradient(self, bucket: Bucket, within: Range) -> Tensor:
-        """Return a view, at home, of the reduced gradients of a range that this rank stores after reduction."""
+        """Return a view, at home, of the reduced gradients of a part that this rank stores after reduction.
+
+        Those in a file come to memory, and stay there as long as they are referred to.
+        """
+        found = self.gradient_source(bucket, within)
+        return found if isinstance(found, Tensor) else found.view()
+
+    def gradient_source(self, bucket: Bucket, within: Range) -> Tensor | FileSlice:
+        """Return what `reduced_gradient` does, but of gradients in a file what brings them to memory."""
         if self.reduces_in_place(bucket):
             return self.resident_gradient(bucket, within)
-        return self._state(bucket).gradient[self._place(bucket, within)]
+        return _elements(self._state(bucket).gradient, self._place(bucket, within))
+
+    def fetch_gradient(self, bucket: Bucket) -> None:
+        """Begin to read the first of a bucket's reduced gradients, if they are in a file and a buffer is free."""
+        if (file := self._state(bucket).gradient_file) is not None:
+            file.fetch(self._place(bucket, self.sub_groups(bucket)[0].within))
+
+    def load_gradient(self, bucket: Bucket, within: Range, into: Tensor) -> None:
+        """Copy the reduced gradients of an owned range to the device, whose later work runs after that."""
+        for part in self.gradient_parts(bucket, within):
+            place = into[part.start - within.start : part.stop - within.start]
+            arrival = self.home(bucket).load(place, self.reduced_gradient(bucket, part))
+            arrival.wait()
+            if (file := self._state(bucket).gradient_file) is not None:
+                file.leave(self._place(bucket, part), arrival)
+
+    def store_gradient(self, bucket: Bucket, within: Range, source: Tensor) -> None:
+        """Copy reduced gradients of an owned range from the device; the host waits."""
+        for part in self.gradient_parts(bucket, within):
+            place = source[part.start - within.start : part.stop - within.start]
+            self.home(bucket).store(self.reduced_gradient(bucket, part), place).finish()
+
+    def new_gradient(self, bucket: Bucket, part: Range) -> Tensor:
+        """Return a view of all of a part's reduced gradients, which are about to be written: no file is read."""
+        file = self._state(bucket).gradient_file
+        return self.reduced_gradient(bucket, part) if file is None else file.overwrite(self._place(bucket, part))
+
+    def keep_gradient(self, bucket: Bucket, part: Range, arrival: Arrival) -> None:
+        """Let the memory be free that a part's reduced gradients have been copied from, at home, with this arrival.
+
+        The device's later work waits; to write them to a file, the host does.
+        """
+        arrival.wait()
+        if (file := self._state(bucket).gradient_file) is not None:
+            arrival.finish()
+            file.store(self._place(bucket, part), ARRIVED)
 
     def master(self, bucket: Bucket, within: Range) -> Tensor:
         """Return the master weights of an owned range, at home; at full precision on the device the working ones."""
@@ -406,7 +469,9 @@ class Shards:
         return {
             "hp_params": [states.master] if states is not None and isinstance(states.master, Tensor) else [],
             "lp_params": self._shards_in_memory if self.parameter_home.is_device else [],
-            "lp_grads": [states.gradient] if states is not None and is_leased else [],
+            "lp_grads": [states.gradient]
+            if states is not None and is_leased and isinstance(states.gradient, Tensor)
+            else [],
         }
 
     def moments_on_device(self) -> list[Tensor]:
@@ -424,9 +489,11 @@ class Shards:
         in_memory = Home.HOST if self.plan.parameter.home is Home.FILE else self.plan.parameter.home
         parameters = self._shards_in_memory if home is in_memory else []
         files = {shard for shard in self._working_shards.values() if isinstance(shard, FileState)}
-        # Gradients of what is in files are in host memory.
-        at_home = {Home.DEVICE: (Home.DEVICE,), Home.HOST: (Home.HOST, Home.FILE)}.get(home, ())
-        gradients = [state.gradient for owner, state in self._states.items() if owner in at_home]
+        gradients = [
+            state.gradient
+            for owner, state in self._states.items()
+            if home is (Home.HOST if owner is Home.FILE and state.gradient_file is None else owner)
+        ]
         if home is Home.DEVICE:
             parameters += [self._flats[section.index] for section in self.layout.sections if not section.partitioned]
             gradients += self._resident_gradients.values()
@@ -609,7 +676,11 @@ class Shards:
             sizes = (group.within.numel for group in groups if self.is_in_files(group.bucket))
             starts = list(accumulate(sizes, initial=0))
             states = {kind: self._files.allocate(kind, dtype, starts) for kind in ("master", *moments)}
-            gradient = memory.zeros(numel, self.plan.gradient.dtype)
+            gradient: Tensor | FileState
+            if self.plan.gradient.home is Home.FILE:
+                gradient = self._files.allocate("gradient", self.plan.gradient.dtype, starts)
+            else:
+                gradient = memory.zeros(numel, self.plan.gradient.dtype)
             return _Owned(memory, gradient, states.pop("master"), states)
         if home is Home.DEVICE:
             gradient = self._zero_gradients(0 if self._is_resident else numel)

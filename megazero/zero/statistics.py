@@ -71,20 +71,22 @@ def take_statistics(engine: Engine, choice: StatisticsChoice) -> Tensor:
         for fragment in engine.owned_state() if name_of else ():
             if fragment.kind in name_of and fragment.spec.trainable:
                 by_name[name_of[fragment.kind]].append(fragment)
-        gradients: list[Tensor] = []
-        by_layer: dict[str, list[Tensor]] = {name: [] for name in layers}
+        device = engine.mesh.device
+        numel, num_nonzero = 0, []
+        by_layer = {name: _number(0, device) for name in layers}
         if (choice.num_zeros or layers) and engine.has_gradients:
             engine.finish_reductions()
             for fragment in engine.counted_gradients():
-                pieces = list(_pieces(fragment))
-                gradients += pieces if choice.num_zeros else ()
-                if layers:
-                    by_layer[layer_of(fragment.spec.name)] += pieces
-        device = engine.mesh.device
+                layer = layer_of(fragment.spec.name)
+                for piece in _pieces(fragment):  # one by one: those in files come to memory for it
+                    if choice.num_zeros:
+                        numel += piece.numel()
+                        num_nonzero.append(piece.count_nonzero())
+                    if layers:
+                        by_layer[layer] = by_layer[layer] + _on(device, piece.double().square().sum())
         by_kind = [_sums(found, device, has_roots=name == VARIANCE) for name, found in by_name.items()]
         sums = [part for found, _ in by_kind for part in found]
-        sums += [_number(_numel(gradients), device), _total([piece.count_nonzero() for piece in gradients], device)]
-        sums += [_squares(pieces, device) for pieces in by_layer.values()]
+        sums += [_number(numel, device), _total(num_nonzero, device), *by_layer.values()]
         maxima = [largest for _, largest in by_kind]
         row = torch.stack([*sums, *maxima])
         rows = torch.empty(engine.world.size * len(row), dtype=row.dtype, device=device)
@@ -170,20 +172,9 @@ def _sums(fragments: Iterable[StateFragment], device: torch.device, *, has_roots
     return [_number(numel, device), absolutes, squares, roots], largest
 
 
-def _squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
-    total = _number(0, device)
-    for piece in pieces:
-        total = total + _on(device, piece.double().square().sum())
-    return total
-
-
 def _on(device: torch.device, figure: Tensor) -> Tensor:
     """Return a figure of state that may live in host memory on the device."""
     return figure if figure.device == device else figure.to(device)
-
-
-def _numel(pieces: Sequence[Tensor]) -> int:
-    return sum(piece.numel() for piece in pieces)
 
 
 def _number(value: int, device: torch.device) -> Tensor:

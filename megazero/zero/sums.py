@@ -97,13 +97,13 @@ class GradientSums:
             yield pack
 
     def _sum(self, pack: Sequence[_Run], communicator: Communicator) -> None:
-        gradients = [self._shards.reduced_gradient(run.bucket, run.within) for run in pack]
-        homes = [self._shards.home(run.bucket) for run in pack]
-        lease = self._buffers.lease(sum(gradient.numel() for gradient in gradients), gradients[0].dtype)
-        places = torch.split(lease.tensor, [gradient.numel() for gradient in gradients])
-        for home, gradient, place in zip(homes, gradients, places, strict=True):
-            home.load(place, gradient).wait()
+        shards = self._shards
+        numels = [run.within.numel for run in pack]
+        lease = self._buffers.lease(sum(numels), shards.plan.gradient.dtype)
+        places = torch.split(lease.tensor, numels)
+        for run, place in zip(pack, places, strict=True):
+            shards.load_gradient(*run, place)
         communicator.all_reduce(lease.tensor).wait()
-        for arrival in [home.store(*copy) for home, *copy in zip(homes, gradients, places, strict=True)]:
-            arrival.finish()
+        for run, place in zip(pack, places, strict=True):
+            shards.store_gradient(*run, place)
         lease.release()

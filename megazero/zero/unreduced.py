@@ -6,7 +6,8 @@
                reduced slices accumulate in this rank's shard (ZeRO, section 5.2)
     loose      gradients accumulate where autograd puts them, and are treated as leased ones at the boundary
 
-Sums of buckets whose home is not the device travel there beside backward (`Departures`).
+Sums of buckets whose home is not the device travel there beside backward (`Departures`), block by block where they
+are in files.
 
 Layers that write gradients themselves (`parallel/gradient_slot.py`) write into resident and leased memory.  The
 gradients of a block that is compiled as a whole, which autograd gets at once, are added to resident memory by one
@@ -27,7 +28,7 @@ from megazero.zero.layout import Bucket, Range
 from megazero.zero.plan import Lifetime
 from megazero.zero.shards import Shards
 
-# Sums on their way home beside those that are being reduced.
+# Parts of sums on their way home beside those that are being reduced.
 _MAX_UNDER_WAY = 2
 
 
@@ -66,15 +67,20 @@ class UnreducedGradients(Protocol):
 
 
 class _Departure(NamedTuple):
-    """A bucket's sums on their way home, and the memory that they are copied from."""
+    """A part of a bucket's sums on their way home, to `target`; lease: the memory that the last ones are copied from.
+
+    A target in a file is in memory as long as it is referred to.
+    """
 
     bucket: Bucket
+    part: Range
+    target: Tensor
     arrival: Arrival
     lease: Lease | None
 
 
 class Departures:
-    """The sums of gradients on their way home: of at most a few buckets, of none where home is the device itself.
+    """The sums of gradients on their way home: of at most a few parts, of none where home is the device itself.
 
     Sums of several micro-batches are added up on the device, for which those so far come back: no host waits, and the
     arithmetic is that of sums that never leave.
@@ -85,13 +91,18 @@ class Departures:
         self._buffers = buffers
         self._under_way: deque[_Departure] = deque()
 
+    def expect(self, bucket: Bucket) -> None:
+        """Begin to read the sums in a file that others are going to be added to."""
+        self._shards.fetch_gradient(bucket)
+
     def send(self, bucket: Bucket, within: Range, reduced: Tensor, lease: Lease | None, *, adds: bool) -> None:
         """Begin to copy sums home, or to add them to those there.
 
         lease: the memory of `reduced`, released here; None if it stays unchanged until `settle`.
         """
-        target, home = self._shards.reduced_gradient(bucket, within), self._shards.home(bucket)
+        shards, home = self._shards, self._shards.home(bucket)
         if home.is_device:
+            target = shards.reduced_gradient(bucket, within)
             if adds:  # in place, without a temporary
                 target.add_(reduced)
             else:
@@ -99,21 +110,26 @@ class Departures:
             if lease is not None:
                 lease.release()
             return
-        self._shards.late.wait_for(bucket)  # it may still be updated with the sums of the step before
-        if adds or reduced.dtype != target.dtype:
-            total = self._buffers.lease(within.numel, target.dtype)
+        shards.late.wait_for(bucket)  # it may still be updated with the sums of the step before
+        dtype = shards.plan.gradient.dtype
+        if adds or reduced.dtype != dtype:
+            total = self._buffers.lease(within.numel, dtype)
             if adds:
                 self._wait_for(bucket)
-                home.load(total.tensor, target).wait()
+                shards.load_gradient(bucket, within, total.tensor)
                 total.tensor.add_(reduced)
             else:
                 total.tensor.copy_(reduced)
             if lease is not None:
                 lease.release()
             reduced, lease = total.tensor, total
-        self._under_way.append(_Departure(bucket, home.store(target, reduced), lease))
-        while len(self._under_way) > _MAX_UNDER_WAY:
-            self._release(self._under_way.popleft())
+        for part in shards.gradient_parts(bucket, within):
+            while len(self._under_way) >= _MAX_UNDER_WAY:
+                self._release(self._under_way.popleft())
+            target = shards.new_gradient(bucket, part)
+            arrival = home.store(target, reduced[part.start - within.start : part.stop - within.start])
+            of_last = lease if part.stop == within.stop else None
+            self._under_way.append(_Departure(bucket, part, target, arrival, of_last))
 
     def settle(self) -> None:
         """Wait until the host may read all sums at home."""
@@ -127,7 +143,7 @@ class Departures:
             self._release(self._under_way.popleft())
 
     def _release(self, departure: _Departure) -> None:
-        departure.arrival.wait()
+        self._shards.keep_gradient(departure.bucket, departure.part, departure.arrival)
         if departure.lease is not None:
             departure.lease.release()
 
@@ -240,6 +256,7 @@ class LeasedGradients:
 
     every_micro_batch: whether buckets are reduced in each micro-batch, or gradients accumulate until the last.
     at_once: whether a gradient is copied and freed as soon as it is finished, or when its buckets are complete.
+    reads_ahead: whether sums so far, which are in files, are read while those of another micro-batch are reduced.
     """
 
     def __init__(
@@ -250,12 +267,14 @@ class LeasedGradients:
         *,
         every_micro_batch: bool,
         at_once: bool,
+        reads_ahead: bool,
     ) -> None:
         self._shards = shards
         self._buffers = buffers
         self._parameters = parameters
         self._every_micro_batch = every_micro_batch
         self._at_once = at_once
+        self._reads_ahead = reads_ahead
         self._open: dict[int, Lease] = {}  # being filled, by bucket
         self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill a bucket anew
         self._departures = Departures(shards, buffers)
@@ -307,6 +326,8 @@ class LeasedGradients:
             for name in bucket.fragments:
                 if self._last_buckets[name] == bucket.index:  # buckets are closed from the last to the first
                     self._parameters[name].grad = None
+        if self._reads_ahead and bucket.index in self._has_sum:
+            self._departures.expect(bucket)
         self._written.pop(bucket.index, None)
         self._sent.append(self._open.pop(bucket.index))
         return self._sent[-1].tensor
@@ -348,11 +369,16 @@ class LeasedGradients:
 
 
 def make_store(
-    shards: Shards, buffers: Scratch, parameters: Mapping[str, nn.Parameter], *, contiguous: bool
+    shards: Shards, buffers: Scratch, parameters: Mapping[str, nn.Parameter], *, contiguous: bool, reads_ahead: bool
 ) -> UnreducedGradients:
-    """Make the store that the plan chooses; contiguous: copies and frees each gradient once it is finished."""
+    """Make the store that the plan chooses.
+
+    contiguous: copies and frees each gradient once it is finished.  reads_ahead: of sums that are in files.
+    """
     lifetime = shards.plan.gradient.lifetime
     if lifetime is Lifetime.RESIDENT:
         return ResidentGradients(shards, buffers, parameters)
     every = lifetime is Lifetime.LEASED
-    return LeasedGradients(shards, buffers, parameters, every_micro_batch=every, at_once=contiguous)
+    return LeasedGradients(
+        shards, buffers, parameters, every_micro_batch=every, at_once=contiguous, reads_ahead=reads_ahead
+    )

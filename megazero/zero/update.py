@@ -10,10 +10,11 @@ from torch import Tensor
 from megazero.memory.copies import ARRIVED, Arrival
 from megazero.memory.homes import StateHome
 from megazero.memory.lease import Scratch
-from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
+from megazero.optim.grad_norm import first_overflow
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
 from megazero.parallel.param_spec import StateElsewhere, StateFragment
 from megazero.timers import Timers
+from megazero.zero.gradient_norms import GradientNorms
 from megazero.zero.late_update import LateWeights
 from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.publish import ParameterPublisher
@@ -144,10 +145,8 @@ class ShardUpdate:
             for _, fragment in partition
         ]
         self._counted = torch.tensor(counted, dtype=torch.float64, device=device)
-        self._partition_gradients = [shards.reduced_gradient(bucket, fragment.within) for bucket, fragment in partition]
-        self._places_by_home: dict[StateHome, list[int]] = {}  # of fragments among all
-        for place, (bucket, _) in enumerate(partition):
-            self._places_by_home.setdefault(shards.home(bucket), []).append(place)
+        within = [(bucket, fragment.within) for bucket, fragment in partition]
+        self._norms = GradientNorms(shards, within, reads_ahead=reads_ahead)
         self._homes = list(dict.fromkeys(map(shards.home, self._buckets)))
         self._travelling: list[Arrival] = []  # updated weights on their way to the device
 
@@ -161,44 +160,28 @@ class ShardUpdate:
             for owned in self.runs
             if self._shards.home(owned.bucket).is_device == on_device
         )
-        gradient = sum_dtype(self._shards.plan.gradient.dtype)
-        fragments = (
-            self._partition_gradients[place].numel() * gradient.itemsize
-            for home, places in self._places_by_home.items()
-            for place in places
-            if home.is_device == on_device
-        )
-        return max((*runs, *fragments), default=0)
+        return max(*runs, self._norms.largest_buffer_bytes(on_device=on_device), 0)
 
     def local_norms(self, buffers: Scratch) -> LocalNorms:
         """Compute norms over this rank's partitions: the same fragments in every stage, so stages agree to the bit."""
+        if not self._norms.are_of_files:  # which need the buffers
+            self._fetch_next()
+        norms = self._norms.take(buffers)
         self._fetch_next()  # the update comes next
-        norms = self._norms(buffers)
         # A replicated fragment is not multiplied by zero but left out: 0 * inf would be nan.  What overflows here
         # alone, in a copy that another rank counts, is an overflow all the same.
         square = torch.where(self._counted > 0, norms.square(), 0.0).sum()
         square = square + torch.where(torch.isfinite(norms), 0.0, torch.inf).sum()
         return LocalNorms(square, first_overflow(norms, self._fragment_parameters))
 
-    def _norms(self, buffers: Scratch) -> Tensor:
-        """Return the norms of all fragments, float64, each computed where its gradient lives."""
-        device = self._counted.device
-        if all(home.is_device for home in self._places_by_home):
-            return fragment_norms(self._partition_gradients, device, buffers)
-        norms = torch.zeros(len(self._partition_gradients), dtype=torch.float64, device=device)
-        for home, places in self._places_by_home.items():
-            gradients = [self._partition_gradients[place] for place in places]
-            found = fragment_norms(gradients, home.device, home.scratch(buffers))
-            norms[torch.tensor(places, device=device)] = found.to(device)
-        return norms
-
     def counted_gradients(self) -> Iterator[StateFragment]:
         """Yield the gradients whose norms this rank counts in `local_norms`."""
         for bucket in self._buckets:
-            for spec, start, stop, within in bucket.fragments_in(self._shards.partition(bucket)):
-                if spec.is_counted_on(self._coordinates) and spec.name not in self._left_out:
-                    gradient = self._shards.reduced_gradient(bucket, within)
-                    yield StateFragment(spec, "gradient", start, stop, gradient)
+            for part in self._shards.gradient_parts(bucket, self._shards.partition(bucket)):
+                for spec, start, stop, within in bucket.fragments_in(part):
+                    if spec.is_counted_on(self._coordinates) and spec.name not in self._left_out:
+                        gradient = self._shards.gradient_source(bucket, within)
+                        yield StateFragment(spec, "gradient", start, stop, gradient)
 
     def apply(self, inputs: StepInputs, buffers: Scratch, absent: Mapping[str, Tensor]) -> None:
         """Take one optimizer step on the owned ranges; each bucket is published as soon as it is done.
@@ -209,6 +192,8 @@ class ShardUpdate:
         """
         self.publish_late()
         if self._optimizer.skips_on_host and inputs.found_inf is not None and bool(inputs.found_inf.item()):
+            self._shards.forget_state_fetches()
+            self._num_fetched = 0
             return
         step = self._shards.optimizer_step
         advance(step, inputs)

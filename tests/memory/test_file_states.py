@@ -168,6 +168,22 @@ def test_no_more_is_fetched_than_there_are_buffers(files: Files) -> None:
     assert any(state.fetch(BLOCKS[2]) or sleep(0.01) for _ in range(3000)), "once the idle ones have been written"
 
 
+def test_a_buffer_is_used_for_another_block_than_one_that_nobody_waits_for(tmp_path: Path) -> None:
+    with late_copies():
+        files = Files(tmp_path, 2)
+        state = files.states.allocate("master", torch.float32, STARTS)
+        for number, block in enumerate(BLOCKS):
+            state[block].fill_(number)
+        assert not state.fetch(BLOCKS[0]), "the last two are being written"
+        assert state[BLOCKS[2]].tolist() == [2.0] * 99, "one has been"
+        assert state.fetch(BLOCKS[0])
+        files.states.forget_fetches()
+        kept = state[BLOCKS[3]]
+        assert state[BLOCKS[2]].tolist() == [2.0] * 99 and bool((kept == 3).all())
+        assert files.memory.peak_bytes == 2 * 12288
+        files.states.close()
+
+
 def test_a_slice_comes_when_it_is_asked_for(files: Files) -> None:
     state = files.states.allocate("exp_avg", torch.bfloat16, STARTS)
     part = FileSlice(state, slice(3005, 3010))

@@ -74,6 +74,29 @@ SHARED_CASES = (
     Case("offload_optimizer_ratio", 0.5, ERROR, {}, {"offload_optimizer": "cpu"}),
     Case("mics_shard_size", 1, ERROR, {"zero_stage": 0}, {}),
     Case("num_distributed_optimizer_instances", 2, ERROR, {"zero_stage": 0}, {}),
+    Case("zero_hpz_partition_size", 2, ERROR, {"zero_stage": 2}, STAGE_3),
+    Case("zero_quantized_weights", True, ERROR, {"zero_stage": 2}, STAGE_3),
+    Case("mics_hierarchical_params_gather", True, ERROR, {"hierarchical_collectives": True}, {}),
+    Case("zero_quantized_weights_bits", 4, ERROR, STAGE_3, {**STAGE_3, "zero_quantized_weights": True}),
+    *(
+        Case(name, value, ERROR, {}, {"zero_quantized_gradients": True})
+        for name, value in (
+            ("zero_quantized_gradients_bits", 8),
+            ("zero_error_feedback", True),
+            ("zero_quantized_block_size", 64),
+            ("zero_quantized_stochastic", True),
+        )
+    ),
+    *(
+        Case(
+            name,
+            value,
+            ERROR,
+            {"zero_quantized_gradients": True},
+            {"zero_quantized_gradients": True, "zero_error_feedback": True},
+        )
+        for name, value in (("zero_error_feedback_beta", 0.5), ("zero_error_feedback_reset", 9))
+    ),
     Case("delayed_parameter_update", True, ERROR, {}, {"offload_optimizer": "cpu"}),
     Case(
         "delayed_parameter_update_start",
@@ -87,6 +110,7 @@ SHARED_CASES = (
         Case(name, value, ERROR, {"offload_optimizer": "cpu"}, IN_FILES)
         for name, value in (
             ("offload_optimizer_nvme_ratio", 0.5),
+            ("offload_gradients_nvme", True),
             ("offload_buffer_count", 9),
             ("offload_pipeline_read", False),
             ("offload_pipeline_write", False),

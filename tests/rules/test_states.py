@@ -1,5 +1,7 @@
 """Tests of the rules between the settings of ZeRO and of precision, named as the caller of a rule spells them."""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,8 @@ import pytest
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.errors import Problem
 from megazero.rules.states import STATE_RULES
+
+FILES = {"offload_optimizer": "nvme", "nvme_path": Path(tempfile.gettempdir())}
 
 
 def found(zero: dict[str, Any], precision: dict[str, Any]) -> list[Problem]:
@@ -27,6 +31,8 @@ def found(zero: dict[str, Any], precision: dict[str, Any]) -> list[Problem]:
         ({"zero_stage": 0, "reduce_bucket_size": 0}, {}),
         ({"zero_stage": 1, "offload_optimizer": "cpu"}, {}),
         ({"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}, {}),
+        ({"zero_stage": 1, **FILES, "offload_buffer_count": 3}, {}),
+        ({"zero_stage": 2, **FILES, "offload_gradients_nvme": True, "offload_buffer_count": 4}, {}),
     ],
 )
 def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
@@ -56,6 +62,15 @@ def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
                 "<zero_stage> 3, or <offload_param> none",
             )
             for stage in range(3)
+        ),
+        *(
+            (
+                {"zero_stage": 1, **FILES, "offload_gradients_nvme": with_gradients, "offload_buffer_count": least - 1},
+                {},
+                f"<offload_buffer_count> {least - 1}",
+                f"<offload_buffer_count> {least} or more, or 0 for as many as are of use",
+            )
+            for with_gradients, least in ((False, 3), (True, 4))
         ),
         (
             {},

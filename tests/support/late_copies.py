@@ -19,15 +19,20 @@ from torch import Tensor
 from megazero.memory.block_file import AlignedMemory, BlockIO, Transfer
 
 
-class _Source(NamedTuple):
-    """Memory that is copied from, which the copy does not keep alive: whoever begins a copy retains it."""
+class _Memory(NamedTuple):
+    """Memory that is copied from or to, which the copy does not keep alive: whoever begins a copy retains it."""
 
     address: int
     numel: int
     dtype: torch.dtype
 
-    def read(self) -> Tensor:
-        """Return what the memory holds now."""
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Memory":
+        assert tensor.is_contiguous(), "states are flat"
+        return cls(tensor.data_ptr(), tensor.numel(), tensor.dtype)
+
+    def tensor(self) -> Tensor:
+        """Return a flat tensor in the memory."""
         content = (ctypes.c_byte * (self.numel * self.dtype.itemsize)).from_address(self.address)
         return torch.frombuffer(content, dtype=self.dtype) if self.numel else torch.empty(0, dtype=self.dtype)
 
@@ -37,13 +42,12 @@ class LateCopies:
 
     def __init__(self, device: torch.device, *, waits_ahead: bool = True) -> None:
         self._waits_ahead = waits_ahead
-        self._queue: deque[tuple[int, Tensor, _Source]] = deque()
+        self._queue: deque[tuple[int, _Memory, _Memory]] = deque()
         self._number = 0
         self._making = RLock()  # by one thread at a time
 
     def copy(self, target: Tensor, source: Tensor) -> "_LateArrival":
-        assert source.is_contiguous(), "states are flat"
-        self._queue.append((self._number, target, _Source(source.data_ptr(), source.numel(), source.dtype)))
+        self._queue.append((self._number, _Memory.of(target), _Memory.of(source)))
         target.fill_(torch.nan if target.is_floating_point() else -1)
         self._number += 1
         return _LateArrival(self, self._number - 1, waits_ahead=self._waits_ahead)
@@ -53,7 +57,7 @@ class LateCopies:
         with self._making:
             while self._queue and self._queue[0][0] <= last:
                 _, target, source = self._queue.popleft()
-                target.copy_(source.read().view_as(target))
+                target.tensor().copy_(source.tensor())
 
 
 class _LateArrival:

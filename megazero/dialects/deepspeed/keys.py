@@ -84,6 +84,13 @@ OLD_OFFLOAD: Mapping[str, str] = MappingProxyType(
         "zero_optimization.cpu_offload_param": "offload_param",
     }
 )
+# {key of error feedback: its setting}; its section turns it on.
+ERROR_FEEDBACK_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "zero_optimization.zeropp_loco_param.err_beta": "zero_error_feedback_beta",
+        "zero_optimization.zeropp_loco_param.reset_T": "zero_error_feedback_reset",
+    }
+)
 # The keys of the folder of files.
 NVME_KEYS = ("zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path")
 # The keys that pin host memory, which is pinned for all that is offloaded or for none.
@@ -208,6 +215,8 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("fp16.auto_cast", "bool", False),
             *(key(path, "bool", None) for path in (*OLD_OFFLOAD, *PIN_KEYS)),
             *(key(path, "str", None) for path in NVME_KEYS),
+            key("zero_optimization.zeropp_loco_param.err_beta", "float", None, ge=0, lt=1),
+            key("zero_optimization.zeropp_loco_param.reset_T", "int", None, ge=1),
         )
     }
 )
@@ -321,7 +330,7 @@ class Refused:
     legal: str = ""
 
 
-_QUANTIZED = "collectives move whole numbers of the working precision; communication_data_type narrows gradients only"
+_QUANTIZED = "frozen parameters are stored as they are; zero_quantized_weights gathers them as blocks of integers"
 _MASTERS = "master weights are fp32: a weight of 16 bits would lose updates below 1/256 of it (bf16) or 1/2048 (fp16)"
 _RECOMPUTE = (
     "what is recomputed is the model's choice: pretrain_gpt.py has --recompute-granularity, a model of one's own calls"
@@ -333,7 +342,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "aio.use_gds": Refused("files of states come to host memory, where they are updated"),
         "zero_optimization.zenflow": Refused("an update waits for all gradients of its step"),
         "zero_optimization.zero_quantized_nontrainable_weights": Refused(_QUANTIZED),
-        "zero_optimization.zeropp_loco_param": Refused(_QUANTIZED),
         "zero_optimization.legacy_stage1": Refused("there is one implementation of every ZeRO stage"),
         "zero_optimization.parameter_alignment": Refused("parameters lie in their bucket without gaps"),
         "zero_optimization.partition_stream_chunk_size": Refused(

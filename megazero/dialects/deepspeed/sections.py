@@ -33,6 +33,7 @@ from megazero.dialects.deepspeed.keys import (
     ACTIVATION_KEYS,
     AUTOCAST,
     BATCH_KEYS,
+    ERROR_FEEDBACK_KEYS,
     HONOURED,
     NVME_KEYS,
     OLD_OFFLOAD,
@@ -140,6 +141,10 @@ def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = F
     if wide is not None and wide.value == "fp32":
         translation.write(_ACCUMULATION, True, wide.source)
     _translate_offloading(translation)
+    for path, setting in ERROR_FEEDBACK_KEYS.items():
+        if (key := file.written(path)) is not None:
+            translation.write("zero_error_feedback", True, key.source)
+            translation.write(setting, key.value, key.source)
     return translation
 
 

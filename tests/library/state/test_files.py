@@ -1,5 +1,6 @@
 """Tests an engine whose states live in files as a user sees it: values, checkpoints, memory, and a kill in a step."""
 
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +20,15 @@ import megazero
 from megazero.library.engine import DataParallelEngine
 from megazero.library.state.access import (
     safe_get_full_fp32_param,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_get_local_grad,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
 from megazero.zero.gathered import GatheredParameters
+from megazero.zero.plan import Home
 
 ROOT = Path(__file__).parents[3]
 WIDTH, SAMPLES = 12, 8
@@ -32,6 +37,7 @@ BF16 = MappingProxyType({"precision": "bf16"})
 # By which the first step overflows, and later ones do not.
 FP16 = MappingProxyType({"precision": "fp16", "initial_loss_scale": 2.0**17, "hysteresis": 1})
 HOMES = ("none", "cpu", "nvme")
+GRADIENTS = MappingProxyType({"offload_gradients_nvme": True})
 
 # By name: what the configuration asks for, or what is given; and a kind of state that the optimizer keeps.
 OPTIMIZERS: Mapping[str, tuple[Make | None, str]] = {
@@ -59,12 +65,14 @@ def make_engine(
     *,
     optimizer: Make | None = None,
     precision: Mapping[str, Any] = BF16,
+    accumulation: int = 1,
     mesh: Any = None,
     **zero: Any,
 ) -> DataParallelEngine:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     config: dict[str, Any] = {"zero": {**homes(stage, home, folder), **zero}, "precision": dict(precision)}
+    config["gradient_accumulation_steps"] = accumulation
     if optimizer is None:
         config["optimizer"] = {"type": "AdamW", "lr": 0.01, "params": {"weight_decay": 0.1}}
         return megazero.initialize(model, config, mesh=mesh)
@@ -148,6 +156,15 @@ def test_values_are_those_of_an_engine_on_the_device(stage: int, optimizer: str,
     files.close()
 
 
+def test_an_optimizer_without_state_updates_weights_in_files(tmp_path: Path) -> None:
+    losses = []
+    for home in ("none", "nvme"):
+        engine = make_engine(1, home, tmp_path, optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
+        losses.append(train(engine, 0, 4))
+        engine.close()
+    assert losses[0] == losses[1] and len(set(losses[0])) == 4
+
+
 @each("precision", [FP16, {"precision": "fp32"}])
 def test_values_in_other_number_formats(precision: Mapping[str, Any], tmp_path: Path) -> None:
     files, plain = (make_engine(3, home, tmp_path, precision=precision) for home in ("nvme", "none"))
@@ -161,15 +178,87 @@ def test_values_in_other_number_formats(precision: Mapping[str, Any], tmp_path: 
 
 
 @each("pipeline", [{}, {"offload_pipeline_write": False}, {"offload_pipeline_read": False}, {"aio_queue_depth": 1}])
-def test_the_number_of_buffers_is_constant(pipeline: Mapping[str, Any], tmp_path: Path) -> None:
+@each("gradients", [{}, GRADIENTS])
+def test_the_number_of_buffers_is_constant(
+    gradients: Mapping[str, Any], pipeline: Mapping[str, Any], tmp_path: Path
+) -> None:
     """Also where a sub-group comes to its update before there was a buffer to read it ahead."""
-    engine = make_engine(2, "nvme", tmp_path, sub_group_size=2, **pipeline)
+    kinds = 3 + len(gradients)
+    engine = make_engine(2, "nvme", tmp_path, accumulation=2, sub_group_size=2, **gradients, **pipeline)
     files = engine.zero_engine._files
     assert files is not None
-    for step in range(4):
+    most = 4096 * kinds * (3 - list(pipeline.values()).count(False))
+    for step in range(8):
         train(engine, step, 1)
-        assert files._memory.peak_bytes <= 4096 * 3 * (3 - list(pipeline.values()).count(False))
+        engine.optimizer_statistics()
+        assert files._memory.peak_bytes <= most
+    assert files._memory.peak_bytes == most or "offload_pipeline_read" in pipeline
     engine.close()
+
+
+def test_a_skipped_update_frees_the_buffers_that_it_would_have_used(tmp_path: Path) -> None:
+    made, _ = OPTIMIZERS["AdamW"]
+    precision = {**FP16, "initial_loss_scale": 2.0**20}
+    engine = make_engine(2, "nvme", tmp_path, optimizer=made, precision=precision, sub_group_size=2, **GRADIENTS)
+    files = engine.zero_engine._files
+    assert files is not None
+    for step in range(6):
+        train(engine, step, 1)
+        assert files._memory.peak_bytes <= 4096 * 12
+    assert 0 < engine.skipped_steps < 6
+    engine.close()
+
+
+def gradients_through_every_door(engine: DataParallelEngine) -> Iterator[list[tuple[str, Tensor | None]]]:
+    """Read and write gradients in every way that users have, in steps of two passes; yield what was read."""
+    named = list(engine.module.named_parameters())
+    dtype = named[0][1].dtype
+    for step in range(4):
+        for micro in range(2):
+            x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(2 * step + micro)).to(dtype)
+            engine.backward(engine(x).float().square().mean())
+            yield [(name, safe_get_full_grad(parameter)) for name, parameter in named]
+            if micro == 0:
+                engine.step()
+        first, second, *_, last = (parameter for _, parameter in named)
+        gradient = safe_get_full_grad(first)
+        assert gradient is not None
+        safe_set_full_grad(first, gradient * 2 + 0.5)
+        found = safe_get_full_grad(first)
+        assert found is not None and torch.equal(found, (gradient * 2 + 0.5).to(dtype).to(found.dtype))
+        if step == 1:
+            assert last.grad is not None
+            last.grad.zero_()
+        if step == 2:
+            second.grad = None
+        yield [(name, safe_get_local_grad(parameter)) for name, parameter in named]
+        statistics = engine.optimizer_statistics()
+        assert step != 1 or statistics["num_zeros"] > 0
+        yield [(name, torch.tensor(value)) for name, value in statistics.items() if name == "num_zeros"]
+        engine.step()
+        yield [(name, safe_get_full_fp32_param(parameter)) for name, parameter in named]
+        yield [(name, safe_get_full_grad(parameter)) for name, parameter in named]  # until the next step begins
+
+
+@each("precision", [BF16, {"precision": "fp32"}, {"precision": "fp64"}])
+@each("stage", [1, 2, 3])
+@each("buffers", [0, 4])
+def test_gradients_are_those_of_an_engine_on_the_device(
+    buffers: int, stage: int, precision: Mapping[str, Any], tmp_path: Path
+) -> None:
+    in_files = {**GRADIENTS, "offload_buffer_count": buffers}
+    files, plain = (
+        make_engine(stage, home, tmp_path, precision=precision, accumulation=2, **zero)
+        for home, zero in (("nvme", in_files), ("none", {}))
+    )
+    assert files.zero_engine.model_state_bytes(Home.FILE).gradients > 0
+    assert files.zero_engine.model_state_bytes(Home.HOST).gradients == 0
+    for ours, theirs in zip(gradients_through_every_door(files), gradients_through_every_door(plain), strict=True):
+        assert [name for name, _ in ours] == [name for name, _ in theirs]
+        for (name, one), (_, other) in zip(ours, theirs, strict=True):
+            assert (one is None) == (other is None), name
+            assert one is None or other is None or torch.equal(one, other), name
+    files.close()
 
 
 def test_many_parameters_are_read_at_once(tmp_path: Path) -> None:
@@ -184,6 +273,22 @@ def test_many_parameters_are_read_at_once(tmp_path: Path) -> None:
     for one, other in zip(*kept, strict=True):
         assert one is not None and other is not None and torch.equal(one, other)
     files.close()
+
+
+def peak_of_a_small_pool(rank: int, folder: Path) -> int:
+    mesh = mesh_in_worker(rank, dp=2)
+    zero = {**GRADIENTS, "offload_buffer_count": 4, "sub_group_size": 2}
+    engine = make_engine(2, "nvme", folder, accumulation=3, mesh=mesh, **zero)
+    train(engine, 0, 6)
+    files = engine.zero_engine._files
+    assert files is not None
+    engine.close()
+    return files._memory.peak_bytes
+
+
+@pytest.mark.gloo
+def test_reductions_beside_backward_take_no_other_buffers(tmp_path: Path) -> None:
+    assert all(peak <= 4 * 4096 for peak in run_ranks(2, peak_of_a_small_pool, tmp_path))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -237,23 +342,28 @@ def test_a_checkpoint_does_not_depend_on_the_home_of_several_ranks(tmp_path: Pat
 # --- what the process has ---------------------------------------------------------------------------------------------
 
 LIMITED = """
-import re, resource, sys
+import json, re, resource, sys
 from pathlib import Path
 import torch
 from torch import nn
 import megazero
 
-home, folder, allowed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+home, folder, allowed, settings = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 torch.manual_seed(3)
 model = nn.Sequential(*(nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(16)))
 zero = {"zero_stage": 2, "offload_optimizer": home, "reduce_bucket_size": 1 << 20}
 if home == "nvme":
-    zero |= {"nvme_path": folder, "sub_group_size": 1 << 18, "aio_queue_depth": 1}
+    zero |= {"nvme_path": folder, "sub_group_size": 1 << 18, "aio_queue_depth": 1, **settings}
+optimizer = {"type": "AdamW", "lr": 0.001}
+config = {"zero": zero, "precision": {"precision": "bf16"}, "optimizer": optimizer}
+small = megazero.initialize(nn.Linear(8, 8, dtype=torch.bfloat16), config)  # so that all modules are imported
+small.backward(small(torch.ones(1, 8).bfloat16()).float().sum())
+small.step()
+small.close()
 if allowed:
     present = int(re.search(r"VmData:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
     resource.setrlimit(resource.RLIMIT_DATA, (present + allowed, resource.RLIM_INFINITY))
-optimizer = {"type": "AdamW", "lr": 0.001}
-engine = megazero.initialize(model, {"zero": zero, "precision": {"precision": "bf16"}, "optimizer": optimizer})
+engine = megazero.initialize(model, config)
 for step in range(3):
     x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(step)).bfloat16()
     loss = (engine(x).float() - 1).square().mean()
@@ -264,6 +374,8 @@ for step in range(3):
 NUMEL = 16 * (1024 * 1024 + 1024)
 # Parameters and gradients take 4 bytes an element, and states 12; the rate of copies is measured with 6 for a moment.
 ALLOWED = 15 * NUMEL
+# Too little with gradients in memory, which need 9 at most; with gradients in files 7 are enough.
+LESS_ALLOWED = NUMEL * 31 // 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the limit is set from what Linux counts")
@@ -272,19 +384,27 @@ def test_states_in_files_need_no_memory_of_the_process(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     runs = [
         subprocess.Popen(
-            [warm_python(), "-c", LIMITED, home, str(tmp_path), str(allowed)],
+            [warm_python(), "-c", LIMITED, home, str(tmp_path), str(allowed), json.dumps(dict(settings))],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for home, allowed in (("none", 0), ("cpu", ALLOWED), ("nvme", ALLOWED))
+        for home, allowed, settings in (
+            ("none", 0, {}),
+            ("cpu", ALLOWED, {}),
+            ("nvme", LESS_ALLOWED, {}),
+            ("nvme", ALLOWED, {}),
+            ("nvme", LESS_ALLOWED, GRADIENTS),
+        )
     ]
-    (free, free_error), (_, in_memory), (in_files, files_error) = (run.communicate(timeout=100) for run in runs)
-    plain, memory, files = (run.returncode for run in runs)
+    (free, free_error), *others = (run.communicate(timeout=100) for run in runs)
+    plain, *ends = (run.returncode for run in runs)
     assert plain == 0 and len(free.split()) == 3, free_error
-    assert memory == 1 and ("can't allocate memory" in in_memory or "MemoryError" in in_memory), in_memory
-    assert files == 0 and in_files == free, files_error
+    for end, (_, error) in zip(ends[:2], others[:2], strict=True):
+        assert end == 1 and ("can't allocate memory" in error or "MemoryError" in error), error
+    for end, (losses, error) in zip(ends[2:], others[2:], strict=True):
+        assert end == 0 and losses == free, error
     assert os.listdir(tmp_path) == []
 
 
