@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 
 from megazero.comm.gpu_environment import defaults_line, missing_defaults
-from megazero.comm.groups import HOP_KEYS, Limits, Split, gloo_maker, make_groups, shard_keys, splits
+from megazero.comm.groups import Limits, Split, gloo_maker, make_groups, shard_keys, splits
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import (
@@ -199,14 +199,23 @@ def _of_shards(
     for axis in (REPLICAS, SECONDARY):
         if groups.get(axis) is not None:
             made[axis] = MeteredCommunicator(_communicator(groups[axis], scratch), axis, meter)
-    if topology.replicas == 1:
-        made |= {SHARDS: whole["dp"], SHARD_GATHERING: whole[GATHERING]}
-    elif topology.size(SHARDS) == 1:
+    if topology.replicas > 1 and topology.size(SHARDS) == 1:
         made |= dict.fromkeys((SHARDS, SHARD_GATHERING), LocalCommunicator())
-    if topology.inside == 1:  # each rank is alone on its node
-        made |= {ACROSS: made[SHARDS], ACROSS_GATHERING: made[SHARD_GATHERING]}
-    plain = {**dict.fromkeys((*HOP_KEYS, SECONDARY), LocalCommunicator()), **made}
-    return made | stack(wires, plain, scratch)
+    return made | stack(wires, plain_parts(topology, {**whole, **made}), scratch)
+
+
+def plain_parts(topology: Topology, made: Mapping[str, Communicator]) -> dict[str, Communicator]:
+    """Return the communicators by key, and for the parts of the data-parallel axis that have none what stands for them.
+
+    made: those of the axes, and of the parts that are neither one rank nor all of what they divide.
+    """
+    found = dict(made)
+    if topology.replicas == 1:
+        found |= {SHARDS: made["dp"], SHARD_GATHERING: made[GATHERING]}
+    for keys, whole in (((ACROSS, ACROSS_GATHERING), topology.inside == 1), ((INSIDE, INSIDE_GATHERING), False)):
+        for key, shards in zip(keys, (SHARDS, SHARD_GATHERING), strict=True):
+            found.setdefault(key, found[shards] if whole else LocalCommunicator())
+    return found
 
 
 def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:

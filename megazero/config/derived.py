@@ -87,6 +87,11 @@ def num_replicas(zero: ZeroConfig, data_parallel_size: int) -> int:
     return zero.num_distributed_optimizer_instances
 
 
+def secondary_size(zero: ZeroConfig) -> int:
+    """Return the number of processes over which gathered parameters are partitioned a second time; 1: they are not."""
+    return zero.zero_hpz_partition_size if zero.zero_stage == 3 else 1
+
+
 def samples_per_micro_step(config: RunConfig, world_size: int) -> int:
     """Return the number of samples in one micro-batch of every data-parallel process, all processes together."""
     return config.training.micro_batch_size * data_parallel_size(config, world_size)

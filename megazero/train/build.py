@@ -374,7 +374,7 @@ def assemble(
         timeout_minutes=derived.collective_limit_minutes(config.limits),
         join_minutes=derived.join_limit_minutes(config.limits),
         meter=meter,
-        wires=wires(config.zero, layout),
+        wires=wires(config.zero),
     )
     lock = _lock(config, mesh, console)
     try:

@@ -10,6 +10,7 @@ from megazero.checkpoint.folders import step_of
 from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.errors import ConfigError, Problem, TopologyError, UserError, raise_problems
+from megazero.parallel.data_axis import data_axis
 from megazero.parallel.launch import Launch
 from megazero.parallel.nodes import Nodes, problems_of_placement
 from megazero.parallel.topology import Topology, parse_order
@@ -18,7 +19,6 @@ from megazero.rules import run as rules
 from megazero.rules.trackers import missing_packages
 from megazero.train.inputs import RunInputs, find_tokenizer, open_inputs
 from megazero.train.start import Start, find_start
-from megazero.zero.plan import data_axis
 
 
 def check(config: RunConfig, launch: Launch) -> RunInputs:

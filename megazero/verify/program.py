@@ -56,7 +56,7 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
                 timeout_minutes=minutes,
                 join_minutes=joining,
                 meter=meter,
-                wires=wires(config.zero, layout),
+                wires=wires(config.zero),
             )
             return verify(config, mesh, buffers, inputs, steps=steps, print_line=Console(launch.rank).line)
     finally:

@@ -21,9 +21,8 @@ what would be in files a share in host memory.  The home of parameters, in stage
 are gathered to the device for use.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -31,10 +30,8 @@ import torch
 
 from megazero.comm.codec import BlockCodec
 from megazero.comm.wires import Wires
-from megazero.config.derived import num_replicas
+from megazero.config.derived import secondary_size
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
-from megazero.parallel.nodes import Nodes
-from megazero.parallel.topology import SHARDS, Topology
 
 
 class Placement(Enum):
@@ -188,27 +185,7 @@ HOMES = MappingProxyType({"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.FI
 DTYPES = MappingProxyType({"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
 
-def data_axis(zero: ZeroConfig, topology: Topology, nodes: Nodes | None = None) -> Topology:
-    """Return the topology with the parts of its data-parallel axis that a configuration asks for.
-
-    nodes: those that the ranks are on; None: one.
-    """
-    replicas = num_replicas(zero, topology.dp)
-    secondary = zero.zero_hpz_partition_size if _STAGES[zero.zero_stage].parameter is Placement.PARTITIONED else 1
-    divided = replace(topology, replicas=replicas, secondary=secondary)
-    takes_hops = zero.hierarchical_collectives or zero.mics_hierarchical_params_gather or zero.zero_quantized_gradients
-    return replace(divided, inside=_ranks_inside(divided, nodes)) if takes_hops else divided
-
-
-def _ranks_inside(topology: Topology, nodes: Nodes | None) -> int:
-    """Return how many ranks of a shard group, neighbours, are on each of its nodes; 1 if the numbers differ."""
-    if nodes is None:
-        return topology.size(SHARDS)
-    sizes = {len(list(run)) for group in topology.groups(SHARDS) for _, run in groupby(group, nodes.of)}
-    return sizes.pop() if len(sizes) == 1 else 1
-
-
-def wires(zero: ZeroConfig, topology: Topology) -> Wires:
+def wires(zero: ZeroConfig) -> Wires:
     """Return the wires of a shard group."""
     block, stochastic = zero.zero_quantized_block_size, zero.zero_quantized_stochastic
     gathers, gradients = zero.zero_quantized_weights, zero.zero_quantized_gradients
@@ -246,7 +223,7 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
         share_at_home=zero.offload_optimizer_ratio,
         share_in_files=zero.offload_optimizer_nvme_ratio,
         max_parameters_in_host=zero.offload_param_max_in_cpu,
-        secondary=zero.zero_hpz_partition_size if stage.parameter is Placement.PARTITIONED else 1,
+        secondary=secondary_size(zero),
     )
 
 

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from megazero.comm.forwarding import ForwardingCommunicator
-from megazero.comm.groups import HOP_KEYS
 from megazero.comm.interface import Communicator, ReduceKind, Work
-from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import WEIGHTS, Mesh
 from megazero.comm.metered import MeteredCommunicator
+from megazero.comm.startup import plain_parts
 from megazero.comm.wires import PLAIN, Wires, stack
 from megazero.memory.fused_buffers import FusedBuffers
 
@@ -239,9 +238,8 @@ def late_mesh(mesh: Mesh, seed: int | None = None, wires: Wires = PLAIN) -> Mesh
             inner = LateCommunicator(metered._inner, seed=seed, deliveries=deliveries, index=index)
             late[id(metered)] = MeteredCommunicator(inner, metered._axis, mesh.meter)
     communicators = {key: late.get(id(one), one) for key, one in plain.items()}
-    alone = dict.fromkeys(HOP_KEYS, LocalCommunicator())
     scratch = FusedBuffers(_SCRATCH_BYTES, mesh.device)
-    return replace(mesh, communicators=communicators | stack(wires, {**alone, **communicators}, scratch))
+    return replace(mesh, communicators=communicators | stack(wires, plain_parts(mesh.topology, communicators), scratch))
 
 
 def _plain(communicator: Communicator) -> Communicator:

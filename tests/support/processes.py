@@ -46,9 +46,10 @@ from megazero.comm.startup import make_mesh
 from megazero.comm.wires import PLAIN, Wires
 from megazero.config.engine_sections import ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.data_axis import data_axis
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
-from megazero.zero.plan import data_axis, wires
+from megazero.zero.plan import wires
 
 TIMEOUT_SECONDS = 60.0
 MOST_MESHES = 16  # meshes that a worker may keep from call to call
@@ -215,7 +216,7 @@ def mesh_in_worker(
     topology, chosen = Topology(tp=tp, dp=dp, pp=pp), PLAIN
     if zero is not None:
         topology = data_axis(zero, topology, nodes)
-        chosen = wires(zero, topology)
+        chosen = wires(zero)
     mesh = _cached_mesh(rank, topology, chosen)
     mesh.meter.reset()
     if not is_late:

@@ -21,10 +21,11 @@ from megazero.library.adopted.mesh import (
     joined_device,
 )
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.data_axis import data_axis
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 from megazero.rules.states import shard_groups_are_equal
-from megazero.zero.plan import data_axis, wires
+from megazero.zero.plan import wires
 
 
 def mesh_and_buffers(given: Any, limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:
@@ -58,7 +59,7 @@ def divided(mesh: Mesh, zero: ZeroConfig, buffers: FusedBuffers, limits: LimitCo
     nodes = Launch.from_environment().nodes
     of_all_ranks = sum(nodes.ranks_per_node) == mesh.topology.world_size
     topology = data_axis(zero, mesh.topology, nodes if of_all_ranks else None)
-    wanted = wires(zero, topology)
+    wanted = wires(zero)
     if size == 1 or (topology == mesh.topology and wanted == PLAIN):
         return mesh
     group = default_group(mesh.device)
