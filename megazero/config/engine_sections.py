@@ -26,17 +26,19 @@ class ZeroConfig:
         ge=0,
         le=3,
     )
-    reduce_bucket_size: int = setting(
-        16_777_216,
+    reduce_bucket_size: int | None = setting(
+        None,
         help="most gradient elements that one reduction moves; a bucket respects this and allgather_bucket_size,"
-        " and is never smaller than data-parallel size x 16 elements",
+        " and is never smaller than data-parallel size x 16 elements; without it, the larger of 16777216 and"
+        " 524288 a data-parallel process",
         unit="elements",
         aliases=("zero-reduce-bucket-size", "ddp-bucket-size"),
         ge=0,
     )
-    allgather_bucket_size: int = setting(
-        16_777_216,
-        help="most parameter elements that one gather moves; a bucket respects both",
+    allgather_bucket_size: int | None = setting(
+        None,
+        help="most parameter elements that one gather moves; a bucket respects both; without it, as many as"
+        " reduce_bucket_size has without a value",
         unit="elements",
         aliases=("zero-allgather-bucket-size",),
         ge=0,

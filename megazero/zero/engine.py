@@ -39,6 +39,7 @@ from megazero.zero.layout import (
     FlatLayout,
     LayoutRules,
     Slot,
+    bucket_limit,
     build_layout,
     choose_persistent,
     join_small_units,
@@ -120,11 +121,11 @@ def plan_layout(
         )
         for spec, parameter in named_specs(model)
     ]
-    return build_layout(units, slots, LayoutRules(partitions, _bucket_numel(zero)))
+    return build_layout(units, slots, LayoutRules(partitions, _bucket_numel(zero, partitions)))
 
 
-def _bucket_numel(zero: ZeroConfig) -> int:
-    return min(zero.reduce_bucket_size, zero.allgather_bucket_size)
+def _bucket_numel(zero: ZeroConfig, partitions: int) -> int:
+    return bucket_limit(partitions, [zero.reduce_bucket_size, zero.allgather_bucket_size])
 
 
 class Engine:
@@ -162,7 +163,7 @@ class Engine:
         self.units = tuple(units)
         if settings.serves_user_code and plan.parameter.placement is Placement.REPLICATED:
             numel = {name: parameter.numel() for name, parameter in self._parameters.items()}
-            units = join_small_units(units, numel, min(_JOINED_NUMEL, _bucket_numel(settings.zero)))
+            units = join_small_units(units, numel, min(_JOINED_NUMEL, _bucket_numel(settings.zero, axis.size)))
         self.layout = plan_layout(model, units, axis.size, plan, settings)
         self._units_of: dict[int, set[str]] = {}  # by part
         consumers: dict[nn.Module, list[str]] = {}

@@ -17,6 +17,7 @@ in reverse order, so buckets then complete one after the other from the end of t
 between stages is which rank stores which ranges (`plan.py`).  Flatness never shows outside `zero/`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +27,11 @@ from typing import NamedTuple
 import torch
 
 from megazero.parallel.param_spec import ParamSpec, Unit
+
+# The most elements of a bucket where no limit is given, and the elements of a rank's partition up to which it grows
+# with the ranks: 1 MiB in bf16, below which latency takes a large part of a message's time.
+_BUCKET_NUMEL = 1 << 24
+_PARTITION_NUMEL = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,16 @@ class FlatLayout:
         return sum(section.used_numel for section in self.sections if section.trainable == trainable)
 
 
+def bucket_limit(partitions: int, given: Iterable[int | None]) -> int:
+    """Return the most elements of a bucket: the least of the limits given, in which None stands for the default.
+
+    The default grows with the ranks, so that the number of messages and the work for each do not grow where every rank
+    has the same share of a larger model, and a rank's partition of a full bucket stays as large as a message must be.
+    """
+    default = max(_BUCKET_NUMEL, partitions * _PARTITION_NUMEL)
+    return min(default if limit is None else limit for limit in given)
+
+
 def build_layout(units: Sequence[Unit], parameters: Iterable[Slot], rules: LayoutRules) -> FlatLayout:
     """Lay out `parameters`, whose places are not chosen yet; every one must be in exactly one unit."""
     by_name = {slot.spec.name: slot for slot in parameters}
@@ -264,7 +280,7 @@ def _buckets(section: int, first_index: int, slots: Sequence[Slot], numel: int, 
 
 
 def _check_units(units: Sequence[Unit], names: Iterable[str]) -> None:
-    listed = [name for unit in units for name in unit.parameters]
-    missing, unknown = set(names) - set(listed), set(listed) - set(names)
-    twice = {name for name in listed if listed.count(name) > 1}
+    listed = Counter(name for unit in units for name in unit.parameters)
+    missing, unknown = set(names) - listed.keys(), listed.keys() - set(names)
+    twice = {name for name, count in listed.items() if count > 1}
     assert not (missing or unknown or twice), f"units: missing {missing}, unknown {unknown}, listed twice {twice}"

@@ -15,7 +15,7 @@ def test_stages_0_to_3_are_legal() -> None:
 
 def test_defaults_are_megazeros_own() -> None:
     zero = ZeroConfig()
-    assert (zero.zero_stage, zero.reduce_bucket_size, zero.allgather_bucket_size) == (1, 2**24, 2**24)
+    assert (zero.zero_stage, zero.reduce_bucket_size, zero.allgather_bucket_size) == (1, None, None)
     assert (zero.param_persistence_threshold, zero.max_reuse_distance) == (0, 0)
     assert (zero.prefetch_bucket_size, zero.max_live_parameters) == (None, 10**9)
     assert zero.model_persistence_threshold == sys.maxsize and zero.sub_group_size == 10**9

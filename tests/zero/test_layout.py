@@ -22,6 +22,7 @@ from megazero.zero.layout import (
     Range,
     Section,
     Slot,
+    bucket_limit,
     build_layout,
     choose_persistent,
     join_small_units,
@@ -166,6 +167,41 @@ def test_every_element_has_one_place_and_one_owner(
                     for element in range(fragment.start, fragment.stop):
                         owned[fragment.spec.name][element] += 1
     assert all(count == 1 for counts in owned.values() for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("partitions", "given_limits", "expected"),
+    [
+        (1, [None, None], 2**24),
+        (8, [None, None], 2**24),
+        (32, [None, None], 2**24),
+        (33, [None, None], 33 * 2**19),
+        (2048, [None, None], 2**30),
+        (2048, [500, None], 500),
+        (2048, [None, 700], 700),
+        (2048, [500, 700], 500),
+        (8, [2**28, None], 2**24),
+        (1024, [2**28, None], 2**28),
+        (1024, [0, None], 0),
+    ],
+)
+def test_the_default_bucket_grows_with_the_ranks_and_a_given_limit_holds(
+    partitions: int, given_limits: list[int | None], expected: int
+) -> None:
+    assert bucket_limit(partitions, given_limits) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 10**10), min_size=1, max_size=3), st.integers(1, 20_000))
+def test_by_default_a_rank_gets_enough_of_every_full_bucket(numels: list[int], partitions: int) -> None:
+    """Only the last bucket of a section is not full, which bounds the messages however many ranks there are."""
+    specs = [spec(f"p{index}", (numel,)) for index, numel in enumerate(numels)]
+    rules = LayoutRules(partitions, bucket_limit(partitions, [None, None]))
+    (section,) = layout_of({"unit": specs}, rules).sections
+    slices = [bucket.partition(partitions - 1).numel for bucket in section.buckets]
+    assert section.buckets[-1].stop == section.numel and sum(slices) * partitions == section.numel
+    assert all(numel >= 2**19 - rules.alignment for numel in slices[:-1])
+    assert len(slices) <= -(-section.numel // (2**24 - rules.quantum if partitions < 32 else partitions * 2**19))
 
 
 @settings(max_examples=100, deadline=None)

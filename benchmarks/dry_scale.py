@@ -1,0 +1,275 @@
+"""Takes steps of one rank of very large jobs with fake tensors, and states what start-up and a step cost in Python.
+
+Every layout runs in a process of its own: the real engine around the model of one rank, on torch's fake tensors, which
+have shapes and no memory, and its fake process group, whose collectives return at once.  Seconds are therefore those
+of Python, of torch's dispatcher and of fake tensors, which cost more than launching a kernel; nothing is computed or
+sent.  Bytes and messages are those that the rank's communicators have counted, with no other rank beside it.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from report import HelpFormat, add_output, heading, new_record, paragraph, publish, table, tell
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import megazero
+from megazero.comm.mesh import Mesh
+from megazero.comm.startup import make_mesh
+from megazero.config.run import RunConfig
+from megazero.config.validate import validate
+from megazero.config.values import RawValue
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.topology import Topology
+from megazero.train.build import build_components, step_context
+from megazero.train.components import RunComponents
+from megazero.train.step import StepControls, training_step
+
+PACKAGE = str(Path(megazero.__file__).parent)
+VOCABULARY = 50257
+
+
+class Case(NamedTuple):
+    """One rank of a job.  settings: those of its run, by name; micro_batches: of a step."""
+
+    tp: int
+    pp: int
+    dp: int
+    micro_batches: int
+    settings: Mapping[str, Any]
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def name(self) -> str:
+        return f"tp {self.tp} x pp {self.pp} x dp {self.dp}"
+
+
+TRILLION: Mapping[str, Any] = MappingProxyType(
+    {"num_layers": 128, "hidden_size": 25600, "num_attention_heads": 128, "seq_length": 1024, "zero_stage": 3}
+)
+SMALL: Mapping[str, Any] = MappingProxyType(
+    {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 1024, "zero_stage": 3}
+)
+LARGE_JOBS = (
+    Case(8, 1, 128, 1, TRILLION),
+    Case(8, 64, 2, 64, TRILLION),
+    Case(8, 1, 2048, 1, TRILLION),
+    Case(8, 64, 32, 64, TRILLION),
+)
+SAME_MODEL = tuple(Case(8, 1, dp, 1, SMALL) for dp in (2, 16, 128, 1024, 2048))
+
+
+def configured(case: Case) -> RunConfig:
+    """Return the run of a case."""
+    given: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "micro_batch_size": 1,
+        "global_batch_size": case.micro_batches * case.dp,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "precision": "bf16",
+        "recompute_granularity": "full",
+        "logits_chunk_bytes": 1 << 32,  # one chunk of the head: fewer operations of fake tensors
+        "train_iters": 10,
+        "lr": 1e-4,
+        "mock_data": True,
+    }
+    outcome = validate({name: RawValue(name, value, name) for name, value in {**given, **case.settings}.items()})
+    assert outcome.config is not None, outcome.problems
+    return outcome.config
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """Return the number of calls of functions of the package that a function makes."""
+    count = 0
+
+    def hook(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    sys.setprofile(hook)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Return the figures of the middle rank of a job: of its start-up, and of three steps, the last one counted."""
+    began = time.perf_counter()
+    config, topology = configured(case), Topology(tp=case.tp, pp=case.pp, dp=case.dp)
+    rank, device = case.world_size // 2, torch.device("cpu")
+    dist.init_process_group("fake", rank=rank, world_size=case.world_size, store=FakeStore())
+    try:
+        with FakeTensorMode():
+            buffers = FusedBuffers(0, device)
+            mesh = make_mesh(topology, rank, device, buffers)
+            core = build_components(config, mesh, buffers, vocab_size=VOCABULARY)
+            tokens = torch.zeros(1, config.model.seq_length, dtype=torch.int64)
+            batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(case.micro_batches)])
+            context = step_context(config, core)
+
+            def step() -> None:
+                training_step(context, batch, StepControls(lr=1e-4, loss_scale=1.0))
+
+            start_up = time.perf_counter() - began
+            seconds = [_seconds_of(step) for _ in range(2)]
+            mesh.meter.reset()
+            calls = calls_of(step)
+            sent = messages_and_bytes(mesh)
+            core.engine.close()
+    finally:
+        dist.destroy_process_group()
+    return {
+        **_sizes(core),
+        "start_up_seconds": start_up,
+        "step_seconds": seconds,
+        "calls": calls,
+        "sent": sent,
+        "buffer_bytes": buffers.total_bytes + _bucket_bytes(core),
+        "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+def _seconds_of(function: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def _sizes(core: RunComponents) -> dict[str, int]:
+    layout = core.engine.layout
+    return {
+        "parameters": layout.used_numel(trainable=True),
+        "units": len(core.engine.units),
+        "buckets": len(layout.trainable_buckets),
+        "bucket_numel": layout.max_bucket_numel,
+    }
+
+
+def _bucket_bytes(core: RunComponents) -> int:
+    """Return the bytes of the arena that buckets are filled and sent in."""
+    arena = core.engine.gradient_arenas.get("buckets")
+    return 0 if arena is None else arena.capacity_bytes
+
+
+def messages_and_bytes(mesh: Mesh) -> dict[str, dict[str, list[int]]]:
+    """Return {axis: {collective: [messages, bytes]}} of what the rank has sent since its meter began."""
+    counts = {
+        axis: {name: mesh.meter.count(axis, name) for name in row} for axis, row in mesh.meter.bytes_by_axis().items()
+    }
+    return {axis: {name: [one.calls, one.nbytes] for name, one in row.items()} for axis, row in counts.items()}
+
+
+def in_a_process(case: Case) -> dict[str, Any]:
+    """Return the figures of a case, measured in a new process; "refused": why there are none."""
+    tell(case.name)
+    given = json.dumps([*case[:-1], dict(case.settings)])
+    done = subprocess.run([sys.executable, __file__, "--case", given], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"refused": done.stderr.strip().splitlines()[-1]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows_of(found: Mapping[str, Mapping[str, Any]]) -> list[list[object]]:
+    """Return the rows of the table of sizes, seconds, memory and calls."""
+    return [
+        [name, figures["refused"]] if "refused" in figures else _row(name, figures) for name, figures in found.items()
+    ]
+
+
+def _row(name: str, figures: Mapping[str, Any]) -> list[object]:
+    first, second = figures["step_seconds"]
+    return [
+        *(name, f"{figures['parameters'] / 1e9:.2f}", figures["units"], figures["buckets"]),
+        f"{figures['bucket_numel'] / 1e6:.1f}",
+        *(f"{seconds:.1f}" for seconds in (figures["start_up_seconds"], first, second)),
+        *(f"{figures[kind] / 2**20:.0f}" for kind in ("peak_rss_bytes", "buffer_bytes")),
+        f"{figures['calls']:,}",
+    ]
+
+
+def sent_rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[object]]:
+    """Return the rows of the table of messages, one for each axis and collective."""
+    return [
+        [name, axis, collective, f"{messages:,}", f"{nbytes / 2**20:,.1f}"]
+        for name, figures in found.items()
+        for axis, row in figures.get("sent", {}).items()
+        for collective, (messages, nbytes) in row.items()
+    ]
+
+
+ABOUT = """Units, buckets and parameters are those of the middle rank. Start-up is all from the run's settings to the
+engine, without imports; steps include the first step's filling of fake tensors' caches. Peak is the process's, imports
+and all three steps included; buffers are what the engine would have for buckets on the wire. Calls are those of the
+package's functions in a third step, under a profile hook: they are the same in every run, while seconds are of one run
+on a shared machine."""
+PREDICTED = """Before, a bucket had at most 2^24 elements whatever the number of ranks; what start-up and a step cost
+was in proportion to the number of buckets; the profile had nothing else that grew. Predicted of default buckets of
+max(2^24, 2^19 x data-parallel size) elements: at 128 data-parallel ranks 1,925 buckets, a start-up of 6 s, a first step
+of 20 s, a second of 12 s, about 500,000 calls; at 2,048 one bucket a unit, 131, a start-up of 3 s, a step of 8 s; no
+change of buckets where data-parallel size is at most 32, and of bytes nowhere."""
+HEADER = ("layout", "parameters of a rank, 10^9", "units", "buckets", "largest bucket, 10^6", "start-up, s")
+HEADER = (*HEADER, "first step, s", "second step, s", "peak RSS, MiB", "buffers, MiB", "Python calls of a step")
+SENT_HEADER = ("layout", "axis", "collective", "messages of a step", "MiB of a step")
+PARTS: Mapping[str, Sequence[Case]] = MappingProxyType(
+    {
+        "A model of 10^12 parameters (128 layers x 25600), ZeRO stage 3": LARGE_JOBS,
+        "The same model (8 layers x 4096) at other data-parallel sizes, ZeRO stage 3": SAME_MODEL,
+    }
+)
+
+
+def tables(found: Mapping[str, Mapping[str, Mapping[str, Any]]], suffix: str = "") -> list[str]:
+    """Return the headings and tables of sizes and seconds of all parts."""
+    return [text for title, rows in found.items() for text in (f"## {title}{suffix}", table(HEADER, rows_of(rows)))]
+
+
+def page_of(
+    found: Mapping[str, Mapping[str, Mapping[str, Any]]], before: Mapping[str, Mapping[str, Mapping[str, Any]]] | None
+) -> list[str]:
+    """Return the parts of the page; before: what an earlier run has found."""
+    page = [heading("Start-up and steps of up to 16,384 ranks on fake tensors", "cpu", "bf16"), paragraph(ABOUT)]
+    page += [] if before is None else [paragraph(PREDICTED)]
+    page += tables(found)
+    page += [] if before is None else tables(before, ", before")
+    for title, rows in found.items():
+        page += [f"## Messages: {title}", table(SENT_HEADER, sent_rows(rows))]
+    return page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat)
+    add_output(parser)
+    parser.add_argument("--before", type=Path, metavar="FILE.json", help="an earlier record, shown below the new one")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args(sys.argv[1:])
+    if options.case:
+        print(json.dumps(measure(Case(*json.loads(options.case)))))
+        return 0
+    found = {title: {case.name: in_a_process(case) for case in cases} for title, cases in PARTS.items()}
+    before = json.loads(options.before.read_text(encoding="utf-8"))["found"] if options.before else None
+    page = page_of(found, before)
+    record = new_record("dry_scale", "cpu", found=found)
+    publish(page, options.output, {key: value for key, value in record.items() if key != "program"})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
