@@ -1,6 +1,7 @@
 """Trains a small GPT on text with settings that are not exact, and beside them exactly, on the same samples.
 
     python benchmarks/quality.py --data-path PREFIX --variants exact late [--steps 1000] [--output FILE.md]
+    python benchmarks/quality.py --data-path PREFIX --stage 3 --variants exact "weights 8" "gradients 4"
 
 PREFIX is a corpus as `megazero preprocess` writes it, such as the quickstart's, `runs/quickstart/corpus_text_document`.
 Every variant is a job of its own with the same model, seed and samples, one after the other; losses of validation are
@@ -32,6 +33,14 @@ VARIANTS: Mapping[str, str] = MappingProxyType(
         "late from the first step": (
             "--offload-optimizer cpu --delayed-parameter-update --delayed-parameter-update-start 0"
         ),
+        "weights 8": "--zero-quantized-weights",
+        "weights 4": "--zero-quantized-weights --zero-quantized-weights-bits 4",
+        "gradients 8": "--zero-quantized-gradients --zero-quantized-gradients-bits 8",
+        "gradients 4": "--zero-quantized-gradients",
+        "gradients 4, stochastic": "--zero-quantized-gradients --zero-quantized-stochastic",
+        "gradients 4, fed back": "--zero-quantized-gradients --zero-error-feedback",
+        "both": "--zero-quantized-weights --zero-quantized-gradients",
+        "both, fed back": "--zero-quantized-weights --zero-quantized-gradients --zero-error-feedback",
     }
 )
 _SHAPE = (
@@ -39,7 +48,7 @@ _SHAPE = (
     " --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 8"
 )
 _RECIPE = (
-    "--lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95"
+    "--lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95"
     " --clip-grad 1.0 --seed 1234 --split 950,50,0"
 )
 _SPLIT = "validation"
@@ -54,6 +63,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-interval", type=int, default=250, help="steps between two validations")
     parser.add_argument("--processes", type=int, default=2, help="processes of each job")
     parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak of the learning rate; a tenth of it is the end")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="number format")
     parser.add_argument("--folder", type=Path, help="folder of metrics; what is there already is not trained again")
     return parser.parse_args(words)
@@ -64,9 +74,10 @@ def train(name: str, arguments: argparse.Namespace, folder: Path) -> History:
     metrics = folder / f"{name.replace(' ', '-')}.jsonl"
     if not metrics.exists():
         given = (
-            f"{_SHAPE} {_RECIPE} --zero-stage {arguments.stage} --precision {arguments.precision} {VARIANTS[name]}"
-            f" --train-iters {arguments.steps} --eval-interval {arguments.eval_interval} --eval-iters 20"
-            f" --log-interval 100 --device {arguments.device}"
+            f"{_SHAPE} {_RECIPE} --lr {arguments.lr} --min-lr {arguments.lr / 10} --zero-stage {arguments.stage}"
+            f" --precision {arguments.precision} {VARIANTS[name]} --train-iters {arguments.steps}"
+            f" --eval-interval {arguments.eval_interval} --eval-iters 20 --log-interval 100"
+            f" --device {arguments.device}"
         )
         started = metrics.with_suffix(".part")
         started.unlink(missing_ok=True)
@@ -126,7 +137,7 @@ def main(words: Sequence[str] | None = None) -> int:
     header += ["training, last 100 steps", "difference of the last validation", "of its perplexity, %"]
     words_of_page = (
         f"A GPT of 4 x 192 on {arguments.processes} processes, ZeRO stage {arguments.stage}, {arguments.steps} steps of"
-        f" 8 x 256 tokens. Each variant sees the same samples; differences are to {arguments.variants[0]}."
+        f" 8 x 256 tokens, learning rate {arguments.lr:g}. Each variant sees the same samples; differences are to {arguments.variants[0]}."
     )
     title = heading("Training that is not exact, beside exact training", arguments.device, arguments.precision)
     publish([title, paragraph(words_of_page), table(header, rows_of(histories, interval))], arguments.output)
