@@ -137,7 +137,8 @@ def main(words: Sequence[str] | None = None) -> int:
     header += ["training, last 100 steps", "difference of the last validation", "of its perplexity, %"]
     words_of_page = (
         f"A GPT of 4 x 192 on {arguments.processes} processes, ZeRO stage {arguments.stage}, {arguments.steps} steps of"
-        f" 8 x 256 tokens, learning rate {arguments.lr:g}. Each variant sees the same samples; differences are to {arguments.variants[0]}."
+        f" 8 x 256 tokens, learning rate {arguments.lr:g}. Each variant sees the same samples; differences are to"
+        f" {arguments.variants[0]}."
     )
     title = heading("Training that is not exact, beside exact training", arguments.device, arguments.precision)
     publish([title, paragraph(words_of_page), table(header, rows_of(histories, interval))], arguments.output)
