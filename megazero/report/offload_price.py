@@ -1,8 +1,8 @@
 """The price of states that live in host memory or in files, estimated before the first step: what binds a step.
 
-Copies and files run beside the computation, and the host updates after it: a step takes at least the longest of the
-three.  The rates of copies, of files, of the host's update and of matrix products are measured on this machine, in some
-milliseconds each.
+Copies and files run beside the computation, and the host updates after it, or late, beside the next one: a step takes
+at least the longest of the three.  The rates of copies, of files, of the host's update and of matrix products are
+measured on this machine, in some milliseconds each.
 """
 
 import statistics
@@ -35,6 +35,7 @@ class OffloadPrice(NamedTuple):
     traffic: bytes copied.  updated: elements that the host updates.  The seconds are those of copies, of the host's
     update, and of the model's computation, each by itself; None where a model's operations are not known.
     files: bytes written and read; file_seconds: None where there was no room to measure their rate.
+    is_late: whether the update runs beside the next step's computation.
     """
 
     traffic: HostTraffic
@@ -44,19 +45,26 @@ class OffloadPrice(NamedTuple):
     compute_seconds: float | None
     files: FileTraffic = NO_FILES
     file_seconds: float | None = 0.0
+    is_late: bool = False
 
     @property
     def step_seconds(self) -> float:
         """The least time of a step."""
-        return max(self.copy_seconds, self.file_seconds or 0.0, (self.compute_seconds or 0.0) + self.update_seconds)
+        return max(self.copy_seconds, self.file_seconds or 0.0, self._processor_seconds)
+
+    @property
+    def _processor_seconds(self) -> float:
+        """The time of computation and update together."""
+        both = self.compute_seconds or 0.0, self.update_seconds
+        return max(both) if self.is_late else sum(both)
 
     @property
     def binding(self) -> str:
         """The name of what the step waits for most."""
         compute = self.compute_seconds or 0.0
-        if (self.file_seconds or 0.0) > max(self.copy_seconds, compute + self.update_seconds):
+        if (self.file_seconds or 0.0) > max(self.copy_seconds, self._processor_seconds):
             return "the disk"
-        if self.copy_seconds > compute + self.update_seconds:
+        if self.copy_seconds > self._processor_seconds:
             return "the link to host memory"
         return "the host's update" if self.update_seconds > compute else "the computation"
 
@@ -94,6 +102,7 @@ def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None
         return []
     updated = round(numel // partitions * plan.share_away)
     price = estimate_price(traffic, updated=updated, flops=flops, dtype=plan.parameter.dtype, device=mesh.device)
+    price = price._replace(is_late=engine.settings.zero.delayed_parameter_update)
     files = file_traffic(plan, numel, partitions, num_micro_batches)
     if any(files):
         sample = min(sum(files), _WRITTEN_BYTES)

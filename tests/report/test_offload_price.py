@@ -16,6 +16,8 @@ def test_a_step_takes_the_longer_of_copies_and_work() -> None:
     assert [price(*seconds).step_seconds for seconds in ((5, 1, 2), (1, 3, 2), (1, 2, 3))] == [5, 5, 5]
     names = [price(*seconds).binding for seconds in ((5, 1, 2), (1, 3, 2), (1, 2, 3))]
     assert names == ["the link to host memory", "the host's update", "the computation"]
+    late = [price(*seconds)._replace(is_late=True) for seconds in ((2.5, 1, 2), (1, 3, 2), (1, 2, 3))]
+    assert [one.step_seconds for one in late] == [2.5, 3, 3] and [one.binding for one in late] == names
 
 
 def test_a_line_says_the_price_and_a_second_one_warns() -> None:
