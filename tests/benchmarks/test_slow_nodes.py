@@ -1,4 +1,4 @@
-"""Tests the benchmark of wires over slow links as far as it needs no cluster: that its flags are legal, and its page."""
+"""Tests the benchmark of wires over slow links as far as it needs no cluster: its flags are legal, and its page."""
 
 from collections import defaultdict
 
