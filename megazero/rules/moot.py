@@ -85,6 +85,8 @@ _STAGE_3 = (
     "leaf_module_classes",
     "leaf_module_names",
     "leaf_module_name_suffixes",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
 )
 _DELAYED = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _DYNAMIC_SCALE = (
@@ -188,11 +190,6 @@ SHARED: tuple[Row[SharedSections], ...] = (
         ("mics_shard_size", "num_distributed_optimizer_instances"),
         lambda s: "" if s.zero.zero_stage else "ZeRO stage 0 partitions nothing",
         {"zero_stage": 1},
-    ),
-    Row(
-        ("zero_hpz_partition_size", "zero_quantized_weights"),
-        lambda s: "" if s.zero.zero_stage == 3 else "parameters are gathered in ZeRO stage 3 only",
-        {"zero_stage": 3},
     ),
     Row(
         ("mics_hierarchical_params_gather",),

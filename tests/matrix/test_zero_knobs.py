@@ -387,7 +387,8 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
 ]
 # Settings that other tests cover: the stage is in every row; two are about checkpoints, one about construction, one
 # about parameters that this model leaves unused, three about units (library/module/test_leaf_modules.py); and windows
-# belong to schedules (test_3d_layouts.py).
+# belong to schedules (test_3d_layouts.py); late updates are another training (zero/test_late_update.py); and parts of
+# the data-parallel axis, with their wires, need a mesh of their own (test_float64_layouts.py, library/test_wires.py).
 ELSEWHERE = {
     "zero_stage",
     "offload_pin_memory",  # a GPU's
@@ -398,6 +399,22 @@ ELSEWHERE = {
     "leaf_module_classes",
     "leaf_module_names",
     "leaf_module_name_suffixes",
+    "delayed_parameter_update",
+    "delayed_parameter_update_start",
+    "mics_shard_size",
+    "num_distributed_optimizer_instances",
+    "hierarchical_collectives",
+    "mics_hierarchical_params_gather",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zero_quantized_weights_bits",
+    "zero_quantized_gradients_bits",
+    "zero_quantized_block_size",
+    "zero_quantized_stochastic",
+    "zero_error_feedback",
+    "zero_error_feedback_beta",
+    "zero_error_feedback_reset",
 }
 STEPS = 3
 
