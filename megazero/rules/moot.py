@@ -312,7 +312,15 @@ SHARED: tuple[Row[SharedSections], ...] = (
 # Settings that are moot with one data-parallel process.
 ALONE: tuple[Row[SharedSections], ...] = (
     Row(
-        ("reduce_scatter", "allgather_partitions", "prescale_gradients"),
+        (
+            "reduce_scatter",
+            "allgather_partitions",
+            "prescale_gradients",
+            "hierarchical_collectives",
+            "mics_hierarchical_params_gather",
+            "zero_quantized_weights",
+            "zero_quantized_gradients",
+        ),
         lambda s: "one data-parallel process exchanges no gradients and no parameters",
     ),
 )
