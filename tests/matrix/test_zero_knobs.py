@@ -388,7 +388,7 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
 # Settings that other tests cover: the stage is in every row; two are about checkpoints, one about construction, one
 # about parameters that this model leaves unused, three about units (library/module/test_leaf_modules.py); and windows
 # belong to schedules (test_3d_layouts.py); late updates are another training (zero/test_late_update.py); and parts of
-# the data-parallel axis, with their wires, need a mesh of their own (test_float64_layouts.py, library/test_wires.py).
+# the data-parallel axis, with their wires, need a mesh of their own (zero/test_data_axis.py, library/test_wires.py).
 ELSEWHERE = {
     "zero_stage",
     "offload_pin_memory",  # a GPU's

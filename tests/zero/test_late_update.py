@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.processes import run_ranks
 from support.reference import History
 from support.training import Cell, Outcome, deviation, reference_history, train_on_rank, write_text_corpus
 
+from megazero.optim.inner import FusedAdamW
 from megazero.zero.late_update import LateUpdate
 from megazero.zero.layout import Bucket
 
@@ -42,7 +44,13 @@ def late(corpus: str) -> History:
 
 def train_late(rank: int, cell: Cell, prefix: str) -> Outcome:
     folder = {"nvme_path": str(Path(prefix).parent)} if "nvme" in cell.settings.values() else {}
-    with late_copies():
+    update = FusedAdamW.update
+
+    def slow(*args: Any, **options: Any) -> None:
+        time.sleep(0.002)  # so that the next backward reaches its buckets first
+        update(*args, **options)
+
+    with late_copies(), patch.object(FusedAdamW, "update", slow):
         return train_on_rank(rank, cell.with_settings(folder), prefix)
 
 
