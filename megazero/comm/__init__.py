@@ -1,1 +1,1 @@
-"""Communication between ranks: one interface, wrapped and never subclassed."""
+"""Communication between ranks: one interface, and communicators that wrap others of it."""

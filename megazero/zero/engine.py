@@ -718,7 +718,8 @@ class Engine:
         What is being published is waited for, unless a collective has failed, after which none ends.
         """
         if self._flight.failed is None:
-            self.publish_late()
+            if not self._late.has_failed:
+                self.publish_late()
             self.ensure_parameters()
         self._late.close()
         self._frames.close()

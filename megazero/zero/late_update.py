@@ -41,6 +41,11 @@ class LateUpdate:
         self.weights: dict[int, LateWeights] = {}
         self.unpublished: set[int] = set()
 
+    @property
+    def has_failed(self) -> bool:
+        """True if a task has failed, after which the weights are those of no step."""
+        return self._has_failed.is_set()
+
     def begin(self, tasks: Iterable[tuple[Bucket, Callable[[], None]]]) -> None:
         """Begin the tasks, one after the other; the update before has been finished."""
         assert not self._tasks, "one update at a time"

@@ -202,20 +202,24 @@ class ShardUpdate:
             self._left_alone[name] += flag if inputs.found_inf is None else flag * (1.0 - inputs.found_inf)
         inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
         steps = {home: _at_home(home, step, inputs) for home in self._homes}
+        late_steps = {
+            home: at_home.at_present(self._optimizer.options)
+            for home, at_home in steps.items()
+            if self._is_late(home, at_home)
+        }
         runs: dict[int, list[int]] = {bucket.index: [] for bucket in self._in_order}
         for index, owned in enumerate(self.runs):
             runs[owned.bucket.index].append(index)
         late: list[tuple[Bucket, Callable[[], None]]] = []
         for bucket in self._in_order:
             home = self._shards.home(bucket)
-            indices, at_home, memory = runs[bucket.index], steps[home], home.scratch(buffers)
-            if self._is_late(home, at_home):
-                at_home = at_home.at_present(self._optimizer.options)
-                late.append((bucket, partial(self._update_late, bucket, indices, at_home, absent, memory)))
+            indices, memory = runs[bucket.index], home.scratch(buffers)
+            if home in late_steps:
+                late.append((bucket, partial(self._update_late, bucket, indices, late_steps[home], absent, memory)))
                 continue
             for index in indices:
                 with self._timers.measure("optimizer-inner-step"):
-                    self._update_run(index, at_home, absent, memory)
+                    self._update_run(index, steps[home], absent, memory)
                 if self._is_last_of_sub_group(index):
                     self._leave(self.runs[index].sub_group, is_last=index == indices[-1])
         if late:

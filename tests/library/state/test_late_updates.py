@@ -223,3 +223,4 @@ def test_a_late_update_that_fails_ends_the_next_step() -> None:
     step_of(engine, 1)
     with pytest.raises(ArithmeticError, match=r"rate is 0\.5"):
         step_of(engine, 2)
+    engine.close()
