@@ -85,8 +85,26 @@ def test_a_difference_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @pytest.mark.gloo
-def test_a_layout_is_verified_under_torchrun(tmp_path: Path) -> None:
-    layout = {"--pipeline-model-parallel-size": "2", "--zero-stage": "2"}
+@pytest.mark.parametrize(
+    ("layout", "described"),
+    [
+        (
+            {"--pipeline-model-parallel-size": "2", "--zero-stage": "2"},
+            "pipeline 2 x data 1 x tensor 1 = 2 ranks, ZeRO stage 2, 1f1b schedule",
+        ),
+        (
+            {
+                "--zero-stage": "3",
+                "--zero-hpz-partition-size": "2",
+                "--zero-quantized-weights": "",
+                "--zero-quantized-gradients": "",
+            },
+            "pipeline 1 x data 2 x tensor 1 = 2 ranks, ZeRO stage 3",
+        ),
+    ],
+    ids=["pipeline", "wires that round"],
+)
+def test_a_layout_is_verified_under_torchrun(tmp_path: Path, layout: dict[str, str], described: str) -> None:
     flags = command_line({**SMALL_RUN, **layout, "--fp16": "", "--verify-steps": "2"})
     launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     process = subprocess.Popen(
@@ -105,6 +123,6 @@ def test_a_layout_is_verified_under_torchrun(tmp_path: Path) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, complaints
     lines = told.splitlines()
-    assert "layout: pipeline 2 x data 1 x tensor 1 = 2 ranks, ZeRO stage 2, 1f1b schedule" in lines
+    assert f"layout: {described}" in lines
     assert lines[-1] == "the layout computes what one process computes"
     assert sum(line == lines[-1] for line in lines) == 1, "one rank speaks"

@@ -21,8 +21,8 @@ from megazero.verify.verdict import BOUNDS
 USAGE = f"""usage: megazero verify-layout [--processes N] [--verify-steps N] FLAGS
 
 Trains a few steps in the layout of FLAGS and, on rank 0 alone, the same steps as one process, both in float64 without
-dropout, and compares losses, gradient norms, every gradient and every weight by name.  Prints the first difference, and
-what it indicates about the cause.  Exit status 0: all agree; 1: something differs.
+dropout, quantized wires and late updates, and compares losses, gradient norms, every gradient and every weight by name.
+Prints the first difference, and what it indicates about the cause.  Exit status 0: all agree; 1: something differs.
 
 {HELP}
 FLAGS are those of megazero pretrain, whose --help lists them: model, batch, layout, and --data-path or --mock-data.

@@ -26,7 +26,7 @@ from megazero.library.engine import DataParallelEngine
 from megazero.library.initialize import initialize
 from megazero.library.optimizers import MakeOptimizer
 from megazero.parallel.param_spec import named_specs
-from megazero.verify.configuration import describe_stage
+from megazero.verify.configuration import describe_stage, exact
 from megazero.verify.full_tensors import Copies, FullTensors, OwnedTensors
 from megazero.verify.side_by_side import Comparison, PrintLine, least_weight
 from megazero.verify.verdict import Report
@@ -56,8 +56,9 @@ def verify_module(
     model_fn: makes the module; called twice.  loss_fn(model, batch): returns a batch's mean loss, of the engine or of
     the module.  batches: the same on every rank, one for each micro-batch of each rank and step; those beyond the last
     whole step are not used.  Floating-point tensors in them become float64.
-    config, mesh: those of `megazero.initialize`, without tensor parallelism; precision, autocast and formats of buffers
-    are overridden.  optimizer: a function that makes one of the parameters; None: the configuration's.
+    config, mesh: those of `megazero.initialize`, without tensor parallelism; precision, autocast, formats of buffers,
+    quantized wires and late updates are overridden.  optimizer: a function that makes one of the parameters; None: the
+    configuration's.
     steps: at most so many; None: all batches'.  raises: raise TrainingError with the report if it does not agree.
     print_line: prints a line about progress.
     """
@@ -245,11 +246,11 @@ def _least_weight(optimizer: Optimizer, norms: list[float], settings: EngineConf
 
 
 def _in_float64(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with all numbers in float64."""
+    """Return the same layout, exact, with all numbers in float64."""
     return replace(
         config,
         precision=PrecisionConfig(precision="fp64"),
-        zero=replace(config.zero, communication_data_type="auto"),
+        zero=exact(config.zero),
         autocast=None,
         buffer_dtype=None,
         keep_in_fp32=(),

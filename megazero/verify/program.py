@@ -20,7 +20,7 @@ from megazero.train.attention_kernel import check_attention
 from megazero.train.check import topology
 from megazero.train.determinism import use_deterministic_mode
 from megazero.train.inputs import RunInputs
-from megazero.verify.configuration import in_stage
+from megazero.verify.configuration import exact, in_float64, in_stage
 from megazero.verify.module import verify_module as verify_user_module
 from megazero.verify.side_by_side import PrintLine, verify
 from megazero.verify.verdict import Report
@@ -43,7 +43,7 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
         timeout_minutes=minutes,
         join_minutes=joining,
     )
-    layout, meter = topology(config, launch.world_size, launch.nodes), Meter()
+    layout, meter = topology(in_float64(config), launch.world_size, launch.nodes), Meter()
     job = place_in_job(launch.rank, layout, limit_seconds=60 * minutes, folder=".", is_run=True)
     try:
         with reported_faults(store, meter.flight, job):
@@ -56,7 +56,7 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
                 timeout_minutes=minutes,
                 join_minutes=joining,
                 meter=meter,
-                wires=wires(config.zero),
+                wires=wires(exact(config.zero)),
             )
             return verify(config, mesh, buffers, inputs, steps=steps, print_line=Console(launch.rank).line)
     finally:

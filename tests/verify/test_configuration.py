@@ -11,6 +11,7 @@ from megazero.verify.configuration import (
     DEFAULT_STEPS,
     describe_layout,
     describe_stage,
+    exact,
     in_float64,
     in_stage,
     on_one_process,
@@ -125,3 +126,29 @@ def test_a_stage_in_place_of_the_configurations() -> None:
     assert in_stage(zero, None) == zero
     assert in_stage(zero, 3) == ZeroConfig(zero_stage=3, sub_group_size=7)
     assert describe_stage(in_stage(zero, 0)) == "ZeRO stage 0"
+
+
+def test_wires_that_round_and_late_updates_are_left_out_and_named() -> None:
+    zero = ZeroConfig(
+        zero_stage=3,
+        zero_hpz_partition_size=2,
+        zero_quantized_weights=True,
+        zero_quantized_gradients=True,
+        zero_quantized_gradients_bits=8,
+        zero_error_feedback=True,
+        zero_error_feedback_reset=7,
+    )
+    assert exact(zero) == ZeroConfig(zero_stage=3, zero_hpz_partition_size=2)
+    late = ZeroConfig(
+        zero_stage=1, offload_optimizer="cpu", delayed_parameter_update=True, delayed_parameter_update_start=1
+    )
+    assert exact(late) == ZeroConfig(zero_stage=1, offload_optimizer="cpu")
+    config = make_run(
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        precision="fp64",
+        zero_stage=2,
+        zero_quantized_gradients=True,
+        zero_quantized_block_size=64,
+    )
+    assert overridden(config) == "--zero-quantized-gradients --zero-quantized-block-size 64"
