@@ -1,8 +1,8 @@
 """A configuration whose layout is verified: the same in float64, and the same run on one process.
 
 In float64, without dropout, wires that round, and late updates, a layout differs from one process by the order of
-additions only, so a larger difference is an error.  The number of steps to compare is no setting of a run: it is removed
-from the words before they are read.
+additions only, so a larger difference is an error.  The number of steps to compare is no setting of a run: it is
+removed from the words before they are read.
 """
 
 from collections.abc import Iterator, Sequence
