@@ -109,9 +109,10 @@ def _group_problems(rows: Sequence[list[int]]) -> Iterator[Problem]:
         first = place // size * size
         is_alone = size == 1 < len(data)
         if is_alone or own_size != size or len(data) % size or ranks[:size] != data[first : first + size]:
-            fits = own_size > 1 and len(data) % own_size == 0
+            least = min(len(data), 2)
+            fits = own_size >= least and len(data) % own_size == 0
             sizes = (own_size,) if fits else near_divisors(len(data), own_size)
-            legal = " or ".join(str(data[place // near * near :][:near]) for near in sizes if near > 1)
+            legal = " or ".join(str(data[place // near * near :][:near]) for near in sizes if near >= least)
             given = f"zero_param_parallel_group of ranks {ranks[:own_size]} on rank {rank}"
             rule = (
                 f"it is the group of a secondary partition (zero_hpz_partition_size): the data-parallel ranks {data}"

@@ -178,6 +178,23 @@ def test_a_group_contradicts_a_configuration() -> None:
         assert re.search("zero_hpz_partition_size 4[^\n]*Init with 2", message)
 
 
+def by_itself(rank: int) -> tuple[int, str]:
+    """Return the number of partitions over a process that is its own group, and the error of a longer group there."""
+    lone = group_of(rank, [[0], [1]])
+    pair = dist.new_group([0, 1])
+    partitions = Init(data_parallel_group=lone, zero_param_parallel_group=lone).num_partitions
+    with pytest.raises(ConfigError) as error:
+        Init(data_parallel_group=lone, zero_param_parallel_group=pair)
+    return partitions, str(error.value)
+
+
+@pytest.mark.gloo
+def test_the_group_of_a_lone_process() -> None:
+    for rank, (partitions, message) in enumerate(run_ranks(2, by_itself)):
+        assert partitions == 1
+        assert f"a group of ranks [{rank}] on rank {rank}" in message
+
+
 def over_other_processes(rank: int) -> str:
     """Make an Init whose data-parallel group is not the engine's; return the error of the engine."""
     mine = group_of(rank, [[0, 2], [1, 3]])
