@@ -15,6 +15,10 @@ which rounds up with the probability of the fraction, so that errors are zero on
 the arithmetic, and the rounding to the dtype that is decoded into.  Magnitudes lie below 2^127, at more a block may
 become infinite.  A block of zeros stays one.
 
+*Again*: what has been decoded, encoded once more by rounding to nearest, decodes to the same numbers, in any dtype that
+is not narrower than what was encoded.  The largest magnitude m of a block is 127 (or 7) scales, and comes back from the
+scale so that its scale is the same again.
+
 *Not finite*: a block with inf or nan has such a scale, so every number of the block is inf or nan once decoded (0 times
 inf is nan), and an overflow is found as if nothing had been encoded.
 

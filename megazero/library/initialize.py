@@ -30,7 +30,8 @@ from megazero.library.module.leaf_modules import choose_leaves
 from megazero.library.module.prepare import prepare
 from megazero.library.module.units import choose_units
 from megazero.library.optimizers import MakeOptimizer, choose, freeze_untrained
-from megazero.library.partitioned_init.init import first_value
+from megazero.library.partitioned_init.init import first_value, given_wires
+from megazero.library.partitioned_init.wires import check_groups, with_wires
 from megazero.library.state.checkpoints import Checkpoints
 from megazero.library.state.optimizer import OptimizerState
 from megazero.library.step.passes import BackwardPasses
@@ -75,10 +76,12 @@ def initialize(
             f"model {model.__name__}, a class" if isinstance(model, type) else f"model of type {type(model).__name__}"
         )
         raise UsageError(Problem(given, "a model is a torch.nn.Module that has been made", "MyModel(...)"))
-    settings = load_engine_config(config)
+    wires = given_wires(model)
+    settings = with_wires(load_engine_config(config), wires)
     raise_problems(ConfigError, missing_packages(settings.reports, lambda name, value: f"reports.{name}: {value}"))
     settings = without_schedule(settings) if optimizer is None else without_optimizer(settings, optimizer)
     mesh, buffers = mesh_and_buffers(mesh, settings.limits)
+    check_groups(wires, mesh.axis("dp"), mesh.device)
     mesh = divided(mesh, settings.zero, buffers, settings.limits)
     batch = resolve_batch(settings, mesh.axis("dp").size)
     _warn(settings, batch, mesh, [*use_tf32(settings.precision, mesh.device, given="precision.tf32")])

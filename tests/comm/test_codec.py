@@ -105,6 +105,27 @@ def test_what_is_stored() -> None:
     assert stored[4:].view(torch.float32).tolist() == [2.0, torch.tensor(1 / 127).item()]
 
 
+@given(ROWS, st.sampled_from(FLOATS), st.sampled_from(BITS), st.sampled_from([2, 8, 64]))
+def test_what_has_been_rounded_is_not_rounded_again(
+    values: list[float], dtype: torch.dtype, bits: Bits, block: int
+) -> None:
+    codec = BlockCodec(bits, block)
+    decoded = round_trip(codec, torch.tensor(values, dtype=dtype))
+    assert torch.equal(round_trip(codec, decoded), decoded)
+
+
+@each("bits", BITS)
+def test_no_scale_of_float32_changes_when_it_is_computed_again(bits: Bits) -> None:
+    """All mantissas near each other in three places, as largest magnitudes of blocks: every remainder of 127 and 7."""
+    codec = BlockCodec(bits, 2)
+    for first in (1.0, 1.4142135, 1.9921875):
+        magnitudes = torch.tensor(first).view(torch.int32) + torch.arange(1 << 14, dtype=torch.int32)
+        row = magnitudes.view(torch.float32).repeat_interleave(2)
+        row[1::2] *= -0.37
+        decoded = round_trip(codec, row)
+        assert torch.equal(encoded(codec, decoded), encoded(codec, row))
+
+
 @each("bits", BITS)
 @each("stochastic", [False, True])
 def test_multiples_of_the_scale_are_exact(bits: Bits, stochastic: bool) -> None:

@@ -48,6 +48,21 @@ def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group if group is not None or not is_joined() else dist.group.WORLD
 
 
+def is_group(group: Any) -> bool:
+    """Return True for a torch process group, which torch gives to its members alone."""
+    return isinstance(group, dist.ProcessGroup)
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks in the job of a group's processes."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def rank_in_job() -> int:
+    """Return the rank of this process, which has joined the job."""
+    return dist.get_rank()
+
+
 def own_device() -> torch.device:
     """Return the device of this process: that of its default group or, without one, its GPU if any, else the CPU."""
     return joined_device() if is_joined() else choose_device("auto", Launch.from_environment())

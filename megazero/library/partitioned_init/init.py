@@ -39,13 +39,21 @@ from torch.utils.hooks import RemovableHandle
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import LimitConfig
+from megazero.config.values import shown
 from megazero.errors import ConfigError, Problem, UsageError, raise_problems
-from megazero.library.adopted.group import adopt_group, group_or_all, own_device
+from megazero.library.adopted.group import adopt_group, group_or_all, is_group, own_device
 from megazero.library.adopted.mesh import find_groups
 from megazero.library.config import EngineConfig, load_engine_config
 from megazero.library.partitioned_init.constructors import ConstructorCalls, innermost, is_running, under_construction
 from megazero.library.partitioned_init.parameters import GATHERED, SlicedParameter, WholeParameters
 from megazero.library.partitioned_init.slices import FileSlices, MemorySlices, SliceStore
+from megazero.library.partitioned_init.wires import (
+    GivenWires,
+    check_groups,
+    wires_of_arguments,
+    wires_of_config,
+    with_wires,
+)
 from megazero.memory.homes import DeviceHome, HostHome
 from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.gathered import raise_changes
@@ -65,6 +73,12 @@ def first_value(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
     if handle is None or not isinstance(handle.owner, Init):
         return parameter.detach()
     return handle.owner.detach_parameter(handle.name)
+
+
+def given_wires(model: nn.Module) -> set[GivenWires]:
+    """Return the wires that the Inits of a model's parameters were given, for an engine."""
+    owners = {handle.owner for parameter in model.parameters() if (handle := handle_of(parameter)) is not None}
+    return {wires for owner in owners if isinstance(owner, Init) for wires in owner._wires}
 
 
 @dataclass(eq=False)
@@ -90,7 +104,11 @@ class Init:
     zero_optimization.offload_param.nvme_path).  Slices share files, which have no names there; each is
     closed once the engine has taken over all that is in it.  Host memory holds three blocks of 8 MiB of them.
     pin_memory: whether a GPU copies to and from host memory, or those buffers, beside its computation.
-    param_swapper, zero_param_parallel_group, zero_quantized_*: refused, not implemented.
+    zero_quantized_weights: the engine gathers parameters as blocks of integers, as if its configuration said so.
+    zero_param_parallel_group: the torch group of the neighbours over which the engine partitions gathered parameters a
+    second time, as if its configuration's zero_hpz_partition_size were the group's size.  These two, and the same keys
+    of a configuration given here, may not contradict the engine's configuration (`wires.py`).
+    param_swapper, zero_quantized_nontrainable_weights: refused, not implemented.
     """
 
     module: nn.Module | None = None
@@ -120,6 +138,7 @@ class Init:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that are children of others
         self._hooks: list[RemovableHandle] = []
+        self._wires: set[GivenWires] = set()  # also those of other Inits whose parameters have been moved here
         self._block = ExitStack()
         if self.enabled:
             given = self.config if self.config_dict_or_path is None else self.config_dict_or_path
@@ -128,6 +147,7 @@ class Init:
             if config is not None:
                 self._apply_config(config)
             self._communicator, self._device = _communicator_of(self, self._limits)
+            self._take_wires(config)
             self._store = _store_of(self, config, self._device)
             self._whole = WholeParameters(self._communicator, self._device, self._on_release)
             if self.module is not None:
@@ -300,6 +320,7 @@ class Init:
         elif isinstance(handle.owner, Init) and (handle.owner is self or not handle.owner._hooks):
             sliced = handle.owner._sliced[handle.name]
             if handle.owner is not self:
+                self._wires |= handle.owner._wires
                 self._attach(handle.owner._sliced.pop(handle.name), handle.name)
         else:
             return
@@ -311,6 +332,7 @@ class Init:
         """Move the modules and parameters of a block within this one to this one."""
         self._modules.update(inner._modules)
         self._inner.update(inner._inner)
+        self._wires |= inner._wires
         while inner._sliced:
             name, sliced = inner._sliced.popitem()
             self._attach(sliced, name)
@@ -380,6 +402,13 @@ class Init:
         self._checks_changes = config.zero.enable_sanity_checks
         self.dtype = self.dtype or resolve(config.zero, config.precision).parameter.dtype
 
+    def _take_wires(self, config: EngineConfig | None) -> None:
+        """Take the wires of the arguments and of the configuration, which agree; a collective call with a group."""
+        self._wires = {wires_of_arguments(self.zero_quantized_weights, self.zero_param_parallel_group)}
+        check_groups(self._wires, self._communicator, self._device)
+        if config is not None:
+            self._wires.add(wires_of_config(with_wires(config, self._wires).zero))
+
 
 def _innermost_init() -> Init | None:
     """Return the Init of the innermost block of this thread, or None outside of a block."""
@@ -401,12 +430,15 @@ def _problems(init: Init, config: EngineConfig | None) -> Iterator[Problem]:
     if init.pin_memory and init.remote_device in (None, "none"):
         rule = "memory is pinned of slices that live in host memory, or pass through it"
         yield Problem("Init(pin_memory=True)", rule, 'Init(remote_device="cpu", pin_memory=True)')
-    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
-        if getattr(init, name):
-            yield Problem(f"Init({name}=True)", "gathers carry parameters as they are", f"{name}=False")
-    for name in ("zero_param_parallel_group", "param_swapper"):
-        if getattr(init, name) is not None:
-            yield Problem(f"Init({name}=...)", f"there is nothing yet that needs a {name}", f"leave {name} out")
+    if init.zero_quantized_nontrainable_weights:
+        rule = "frozen parameters are stored as they are"
+        legal = "zero_quantized_weights=True, which gathers them as blocks of integers"
+        yield Problem("Init(zero_quantized_nontrainable_weights=True)", rule, legal)
+    if init.zero_param_parallel_group is not None and not is_group(init.zero_param_parallel_group):
+        given = f"Init(zero_param_parallel_group={shown(init.zero_param_parallel_group)})"
+        yield Problem(given, "it is a process group of torch that this process belongs to", "new_group(...)")
+    if init.param_swapper is not None:
+        yield Problem("Init(param_swapper=...)", "there is nothing yet that needs it", "leave param_swapper out")
     if init.config is not None and init.config_dict_or_path is not None:
         yield Problem("Init(config_dict_or_path=..., config=...)", "both mean the same", "one of them")
     ways = ("mesh", "sequence_data_parallel_group", "data_parallel_group", "mpu")
