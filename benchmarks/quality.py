@@ -5,7 +5,8 @@
 
 PREFIX is a corpus as `megazero preprocess` writes it, such as the quickstart's, `runs/quickstart/corpus_text_document`.
 Every variant is a job of its own with the same model, seed and samples, one after the other; losses of validation are
-means over the same samples too.  Beside FILE.md a picture of the losses is drawn, FILE.svg.
+means over the same samples too.  Beside FILE.md a picture of the losses is drawn, FILE.svg: of the first variants, as
+many as there are colours.
 """
 
 import argparse
@@ -14,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 from report import argument_parser, heading, paragraph, publish, table, tell
 
-from megazero.report.chart import CURVES_SIZE, Curve, curve_parts
+from megazero.report.chart import CURVES_SIZE, PALETTE, Curve, curve_parts
 from megazero.report.history import History, read_history
 from megazero.svg import picture
 
@@ -114,7 +116,7 @@ def rows_of(histories: Mapping[str, History], interval: int) -> list[list[str]]:
 def loss_picture(histories: Mapping[str, History]) -> str:
     """Return an SVG page of training losses, means over some steps each."""
     lines = []
-    for name, history in histories.items():
+    for name, history in islice(histories.items(), len(PALETTE)):
         count = len(history.iterations) // _WIDTH
         steps, losses = history.iterations[: count * _WIDTH], history.figures["loss"][: count * _WIDTH]
         mean = losses.reshape(count, _WIDTH).mean(1)

@@ -194,7 +194,8 @@ class GradientReducer:
         partition = self._shards.partition(bucket)
         mine = whole[partition.start - bucket.start : partition.stop - bucket.start]
         if self._zero.reduce_scatter:
-            flight = _InFlight(bucket, self._communicator.reduce_scatter_into(mine, whole), partition, mine)
+            work = self._communicator.reduce_scatter_into(mine, whole, key=bucket.index)
+            flight = _InFlight(bucket, work, partition, mine)
         elif self._is_replicated:
             flight = _InFlight(bucket, self._communicator.all_reduce(whole), bucket.range, whole)
         else:

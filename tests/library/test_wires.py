@@ -22,15 +22,20 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, 3))
 
 
+ADAMW = {"type": "AdamW", "lr": 0.01, "params": {"weight_decay": 0.1}}
+
+
 def make_engine(rank: int, stage: int = 3, precision: str = "fp32", **zero: Any) -> DataParallelEngine:
     """Make an engine on two nodes of two ranks, as the launcher's variables say."""
     zero = {"zero_stage": stage, "reduce_bucket_size": 1000, **zero}
-    config = {"zero": zero, "precision": {"precision": precision}}
-    config["optimizer"] = {"type": "AdamW", "lr": 0.01, "params": {"weight_decay": 0.1}}
+    return start(rank, make_model(), {"zero": zero, "precision": {"precision": precision}, "optimizer": ADAMW})
+
+
+def start(rank: int, model: nn.Module, config: dict[str, Any]) -> DataParallelEngine:
     job = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank % INSIDE, "LOCAL_WORLD_SIZE": INSIDE}
     job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     with patch.dict(os.environ, {name: str(value) for name, value in job.items()}):
-        return megazero.initialize(make_model(), config, mesh=mesh_in_worker(rank, dp=RANKS))
+        return megazero.initialize(model, config, mesh=mesh_in_worker(rank, dp=RANKS))
 
 
 def take_step(engine: DataParallelEngine, step: int) -> float:
@@ -157,6 +162,46 @@ def test_rounding_trains_nearly_alike(zero: dict[str, Any], bound: float) -> Non
     assert results[0][0][-1] < 0.7 * exact[0]
     for result in results[1:]:  # every rank computes with the same values
         assert all(torch.equal(mine, first) for mine, first in zip(result[1], results[0][1], strict=True))
+
+
+class Sloped(nn.Module):
+    """A function whose gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(700), torch.zeros(13, 50), torch.zeros(1)])
+
+    def forward(self, slopes: list[Tensor]) -> Tensor:
+        return torch.stack([(w * slope).sum() for w, slope in zip(self.weights, slopes, strict=True)]).sum()
+
+
+def drift(rank: int, zero: dict[str, Any], num_steps: int) -> float:
+    """Return how far equal steps along a slope have led from where exact ones lead, over one exact step."""
+    config = {"zero": {"reduce_bucket_size": 1000, **zero}, "optimizer": {"type": "SGD", "lr": 1.0}}
+    engine = start(rank, Sloped(), {**config, "gradient_accumulation_steps": 2})
+    generator = torch.Generator().manual_seed(7)
+    every = [[torch.randn(w.shape, generator=generator) for w in Sloped().weights] for _ in range(RANKS)]
+    for _ in range(2 * num_steps):
+        engine.backward(engine(every[rank]))
+        engine.step()
+    means = [torch.stack(slopes).mean(0) for slopes in zip(*every, strict=True)]
+    pairs = zip(engine.state_dict().values(), means, strict=True)
+    lost = torch.cat([(weight + num_steps * mean).flatten() for weight, mean in pairs])
+    engine.close()
+    return (lost.norm() / torch.cat([mean.flatten() for mean in means]).norm()).item()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "zero", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3, "mics_shard_size": 2}], ids=str
+)
+def test_what_is_fed_back_does_not_add_up(zero: dict[str, Any]) -> None:
+    """The same is rounded off in every step without feedback; with it, the sum of all errors stays bounded."""
+    zero = {**zero, **GRADIENTS}
+    (plain, *_), (fed, *_) = (
+        run_ranks(RANKS, drift, {**zero, **feedback}, 40) for feedback in ({}, {"zero_error_feedback": True})
+    )
+    assert 1 < plain < 40 and fed < 0.25 * plain
 
 
 def as_a_user_sees_them(rank: int) -> list[tuple[int, int, bool]]:
