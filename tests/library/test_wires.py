@@ -164,6 +164,28 @@ def test_rounding_trains_nearly_alike(zero: dict[str, Any], bound: float) -> Non
         assert all(torch.equal(mine, first) for mine, first in zip(result[1], results[0][1], strict=True))
 
 
+@pytest.mark.gloo
+def test_every_form_of_rounding_computes_other_numbers() -> None:
+    """A setting without effect would train like the one without it; two runs of the same settings train alike."""
+    fed = {**GRADIENTS, "zero_error_feedback": True}
+    forms = [
+        WEIGHTS,
+        {**WEIGHTS, "zero_quantized_weights_bits": 4},
+        {**WEIGHTS, "zero_quantized_block_size": 32},
+        {**WEIGHTS, "zero_quantized_stochastic": True},
+        GRADIENTS,
+        {**GRADIENTS, "zero_quantized_gradients_bits": 8},
+        {**GRADIENTS, "zero_quantized_block_size": 32},
+        {**GRADIENTS, "zero_quantized_stochastic": True},
+        fed,
+        {**fed, "zero_error_feedback_beta": 0.3},
+        {**fed, "zero_error_feedback_reset": 2},
+    ]
+    found = [tuple(run_ranks(RANKS, losses, zero)[0][0]) for zero in [*forms, fed]]
+    assert found[-1] == found[forms.index(fed)]
+    assert len(set(found)) == len(forms)
+
+
 class Sloped(nn.Module):
     """A function whose gradient is its input."""
 
