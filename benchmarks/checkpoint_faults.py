@@ -234,8 +234,8 @@ def losses(path: Path) -> dict[int, Any]:
 
 def state(root: Path) -> list[str]:
     """Return a line on every box of the newest checkpoint: what it holds, and its hash."""
-    files = open_checkpoint(root).manifest.files
-    return [f"{box.kind} {box.parameter} {box.offset} {box.sha256}" for file in files for box in file.boxes]
+    boxes = open_checkpoint(root).boxes()
+    return [f"{box.kind} {box.parameter} {box.offset} {box.sha256}" for _, box in boxes]
 
 
 def refer(variant: Variant, folder: Path) -> Reference:

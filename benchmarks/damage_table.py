@@ -16,9 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.checkpoint.folders import CONFIG, LATEST, MANIFEST, list_steps, part_name
+from megazero.checkpoint.merging import index_name
 
 Damage = Callable[[Path], object]
 _DATA = part_name(0)
+_INDEX = index_name(0)
 _LARGE = 10 << 30
 
 
@@ -111,6 +113,20 @@ def _file(**values: Any) -> Damage:
     return _mended(lambda body: body["files"][0].update(values))
 
 
+def _indexed(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Edit the first index, and give the manifest the hash that fits."""
+
+    def damage(root: Path) -> None:
+        path = victim(root) / _INDEX
+        index = json.loads(path.read_bytes())
+        change(index)
+        path.write_text(json.dumps(index))
+        entry = {"num_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        _mended(lambda body: body["indices"][0].update(entry))(root)
+
+    return damage
+
+
 def _loss_scale(**values: Any) -> Damage:
     return _mended(lambda body: body["progress"]["loss_scale"].update(values))
 
@@ -121,28 +137,41 @@ def _all_dtypes(body: dict[str, Any]) -> None:
         entry["dtype"] = same_size[entry["dtype"]]
 
 
-def _swap_moments(body: dict[str, Any]) -> None:
-    """Let the boxes of one moment be those of the other, in the manifest alone."""
+def _swap_moments(index: dict[str, Any]) -> None:
+    """Let the boxes of one moment be those of the other, in the index alone."""
     other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
-    for box in body["files"][0]["boxes"]:
+    for box in index["files"][0]["boxes"]:
         box["kind"] = other.get(box["kind"], box["kind"])
 
 
 def _large_box(root: Path) -> None:
     """Let one tensor be a box of 10 GB, in a file that is sparse."""
     elements = _LARGE // 4
+    box: dict[str, Any] = {}
 
-    def change(body: dict[str, Any]) -> None:
-        file = body["files"][0]
-        begin = file["header_bytes"]
-        box = {**file["boxes"][0], "offset": [0], "lengths": [elements], "begin": begin, "end": begin + 4 * elements}
-        body["tensors"] = [{**body["tensors"][0], "parameter": box["parameter"], "shape": [elements], "dtype": "F32"}]
-        body["tensors"][0]["kind"] = box["kind"]
-        file.update(boxes=[box], num_bytes=box["end"])
+    def change_index(index: dict[str, Any]) -> None:
+        file = index["files"][0]
+        begin = file["boxes"][0]["begin"]
+        box.update(file["boxes"][0], offset=[0], lengths=[elements], begin=begin, end=begin + 4 * elements)
+        index["files"] = [{**file, "boxes": [box]}]
 
-    os.truncate(victim(root) / _DATA, json.loads((victim(root) / MANIFEST).read_bytes())["files"][0]["header_bytes"])
-    _mended(change)(root)
-    os.truncate(victim(root) / _DATA, json.loads((victim(root) / MANIFEST).read_bytes())["files"][0]["num_bytes"])
+    def change_manifest(body: dict[str, Any]) -> None:
+        named = {"parameter": box["parameter"], "kind": box["kind"]}
+        body["tensors"] = [{**named, "shape": [elements], "dtype": "F32"}]
+        body["indices"][0].update(num_tensors=1, num_boxes=1)
+        body["files"][0].update(num_bytes=box["end"])
+
+    _indexed(change_index)(root)
+    _mended(change_manifest)(root)
+    os.truncate(victim(root) / _DATA, box["begin"])
+    os.truncate(victim(root) / _DATA, box["end"])
+
+
+def _deep_index(root: Path) -> None:
+    content = b'{"files":' + b"[" * 100_000
+    (victim(root) / _INDEX).write_bytes(content)
+    entry = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    _mended(lambda body: body["indices"][0].update(entry))(root)
 
 
 def _many_tensors(body: dict[str, Any]) -> None:
@@ -212,14 +241,23 @@ KINDS: Mapping[str, Damage] = MappingProxyType(
         "manifest with a number of 5,000 digits": _edit(MANIFEST, lambda _: b'{"step":' + b"9" * 5000 + b"}"),
         "manifest a pickle": _edit(MANIFEST, lambda _: pickle.dumps(print)),
         "manifest not UTF-8": _edit(MANIFEST, lambda _: b"\xff\xfe\x00"),
+        "index cut": _edit(_INDEX, lambda content: content[: len(content) // 2]),
+        "index missing": lambda root: (victim(root) / _INDEX).unlink(),
+        "index of an older step": _of_the_older(_INDEX),
+        "index a FIFO": _replace(_INDEX, os.mkfifo),
+        "index a link to /dev/zero": _replace(_INDEX, _zeros),
+        "index a link out of the folder": _outside(_INDEX),
+        "index of 10 GB, sparse": _replace(_INDEX, _sparse),
+        "mended: an index 100,000 levels deep": _deep_index,
+        "mended: ../../x as an index": _mended(lambda body: body["indices"][0].update(name="../../x")),
         "mended: a million tensors": _mended(_many_tensors),
         "mended: a box of 10 GB in a sparse file": _large_box,
         "mended: another step": _field(step=7),
         "mended: version true": _field(version=True),
-        "mended: version 2": _field(version=2),
+        "mended: version 3": _field(version=3),
         "mended: format of another program": _field(format="torch"),
         "mended: dtypes": _mended(_all_dtypes),
-        "mended: moments swapped": _mended(_swap_moments),
+        "mended: moments swapped": _indexed(_swap_moments),
         "mended: a shape of 2^60": _tensor(shape=[2**60]),
         "mended: a negative shape": _tensor(shape=[-4, 3]),
         "mended: ../../x as a file": _file(name="../../x"),
@@ -251,4 +289,4 @@ KINDS: Mapping[str, Damage] = MappingProxyType(
 # Kinds after which the newer checkpoint is still sound and must be taken.
 HARMLESS = frozenset({"`latest` missing", "folder a link to another disk"})
 # Kinds that must end in an error: no checkpoint is sound, or the newest is one of another program or version.
-REFUSED = frozenset({"both checkpoints damaged", "mended: version 2", "mended: format of another program"})
+REFUSED = frozenset({"both checkpoints damaged", "mended: version 3", "mended: format of another program"})

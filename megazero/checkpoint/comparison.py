@@ -66,7 +66,7 @@ def schema_differences(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
 def box_differences(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[TensorKey, ValueDifference]]:
     """Yield for every box of the first its tensor and how the values differ; `NONE` where shapes cannot be compared."""
     mine, others = _tensors(first), _tensors(second)
-    for entry in (box for file in first.manifest.files for box in file.boxes):
+    for _, entry in first.boxes():
         key = (entry.parameter, entry.kind)
         if key not in others or others[key].shape != mine[key].shape:
             yield key, NONE

@@ -5,8 +5,9 @@
         run.json                    the run that the checkpoints belong to (`runs.py`)
         journal.jsonl               what has become of it (`journal.py`)
         curves.jsonl, run.html      its figures, and its page (`report/curves_file.py`, `train/leaving.py`)
-        step_0000010/               manifest.json, config.yaml, rank_00000.safetensors, ...
+        step_0000010/               manifest.json, config.yaml, index_00000.json, rank_00000.safetensors, ...
         step_0000020/
+            ranks_00000/            rank_00000.safetensors, ...: the data files of large jobs
         .lock                       the process that may write here (`folder_lock.py`)
         .saving_step_0000030.TAG/   being written by the owner that TAG names, or left by it when it was killed
         damaged_step_0000015/       set aside by a run that found it damaged and took the next sound one
@@ -33,6 +34,8 @@ from megazero.owner import Owner
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 LATEST = "latest"
+# Data files that lie in one folder; large jobs have sub-folders of as many.
+RANKS_IN_FOLDER = 128
 
 _HIDDEN = ".saving_"
 DAMAGED_PREFIX = "damaged_"
@@ -93,9 +96,10 @@ class Candidates(NamedTuple):
     problem: Problem | None = None
 
 
-def part_name(rank: int) -> str:
-    """Return the name of the file with the bytes that a rank saved."""
-    return f"rank_{rank:05d}.safetensors"
+def part_name(rank: int, world_size: int = 1, ranks_in_folder: int = RANKS_IN_FOLDER) -> str:
+    """Return the name of the file with the bytes that a rank saved, with its sub-folder in a large world."""
+    name = f"rank_{rank:05d}.safetensors"
+    return name if world_size <= ranks_in_folder else f"ranks_{rank // ranks_in_folder:05d}/{name}"
 
 
 def step_of(name: str) -> int | None:

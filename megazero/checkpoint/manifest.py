@@ -1,18 +1,28 @@
-"""The manifest: a JSON table of a checkpoint's tensors and the positions of their boxes.  Pure; touches no file.
+"""The manifest: a JSON table of a checkpoint's tensors and files; its indices, which list the tensors' boxes.  Pure.
 
+    manifest.json
     {"sha256": "...",                            of the rest, as compact JSON with sorted keys
-     "format": "megazero-checkpoint", "version": 1, "step": 20,
+     "format": "megazero-checkpoint", "version": 2, "step": 20,
      "progress": {...},                          counters of the run
      "config": {"name": "config.yaml", "sha256": "..."},
      "tensors": [{"parameter": "wte.weight", "kind": "weight", "shape": [1000, 60], "dtype": "F32"}, ...],
-     "files": [{"name": "rank_00000.safetensors", "num_bytes": 4000, "header_bytes": 400, "header_sha256": "...",
+     "files": [{"name": "rank_00000.safetensors", "num_bytes": 4000, "header_bytes": 400, "header_sha256": "..."}, ...],
+     "indices": [{"name": "index_00000.json", "num_bytes": 900, "sha256": "...",
+                  "num_tensors": 7, "num_boxes": 9}, ...]}
+
+    index_00000.json
+    {"files": [{"name": "rank_00000.safetensors",
                 "boxes": [{"parameter": "wte.weight", "kind": "weight", "offset": [0, 0], "lengths": [15, 60],
                            "begin": 400, "end": 4000, "sha256": "..."}, ...]}, ...]}
 
-A *tensor* here is one kind of state of one parameter (its weight, say).  A file is a safetensors file: a header, then
-boxes back to back, dense and row-major; `begin` and `end` are bytes from the start of the file.  A *part* is what one
-rank contributes.  A manifest may come from an untrusted source, so `parse_manifest` validates all of it, and
-`header_problem` compares it with the headers of the data files, which describe the same boxes.
+A *tensor* here is one kind of state of one parameter (its weight, say).  The first index has the boxes of the first
+`num_tensors` tensors of the manifest, the second those of the tensors after them, so that who reads a tensor reads one
+index.  A file is a safetensors file: a header, then boxes back to back, dense and row-major; `begin` and `end` are
+bytes from the start of the file.  Files of large jobs lie in sub-folders.  Version 1 has no indices: each of the
+manifest's files has its boxes with it.
+
+A checkpoint may come from an untrusted source, so `parse_manifest` and `parse_index` validate all of it, and
+`header_problem` compares the boxes with the headers of the data files, which describe the same ones.
 """
 
 import hashlib
@@ -20,8 +30,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -36,10 +46,12 @@ from megazero.files import parse_json
 from megazero.parallel.param_spec import Box, StateKind
 
 FORMAT = "megazero-checkpoint"
-VERSION = 1
+VERSION = 2
 # Bounds of what is written, which bound what is read.
 BOX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
+MAX_INDEX_BYTES = 512 << 20
+MAX_INDICES = 120
 
 DtypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"]
 
@@ -65,6 +77,7 @@ TensorKey = tuple[str, StateKind]
 
 _MAX_PROBLEMS = 20
 _PLAIN_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_DATA_FILE_NAME = re.compile(rf"(?:ranks_[0-9]{{5,9}}/)?{_PLAIN_FILE_NAME.pattern}")
 
 _strict = ConfigDict(extra="forbid", strict=True)
 # Bounds that keep every product of these numbers far below what torch or the file system could hold.
@@ -104,13 +117,38 @@ class BoxEntry:
 
 @dataclass(frozen=True, config=_strict)
 class FileEntry:
-    """One data file, with its boxes in the order of their bytes."""
+    """One data file."""
 
     name: str
     num_bytes: _Position
     header_bytes: Annotated[int, Field(ge=8, le=MAX_HEADER_BYTES)]
     header_sha256: _Digest
+
+
+@dataclass(frozen=True, config=_strict)
+class FileBoxes:
+    """Boxes of one data file, by its name, in the order of their bytes."""
+
+    name: str
     boxes: tuple[BoxEntry, ...]
+
+
+@dataclass(frozen=True, config=_strict)
+class Index:
+    """The boxes of some tensors, by data file."""
+
+    files: tuple[FileBoxes, ...]
+
+
+@dataclass(frozen=True, config=_strict)
+class IndexEntry:
+    """One index file: what it must be, and how many tensors and boxes are in it."""
+
+    name: str
+    num_bytes: Annotated[int, Field(ge=0, le=MAX_INDEX_BYTES)]
+    sha256: _Digest
+    num_tensors: _Position
+    num_boxes: _Position
 
 
 @dataclass(frozen=True, config=_strict)
@@ -122,32 +160,43 @@ class ConfigEntry:
 
 
 @dataclass(frozen=True, config=_strict)
-class RankPart:
-    """The tensors and the file of one rank; `tensors` includes those of which it has nothing but padding.
-
-    save_id: the id of the save that it belongs to.
-    """
-
-    save_id: str
-    tensors: tuple[TensorEntry, ...]
-    file: FileEntry
-
-
-@dataclass(frozen=True, config=_strict)
 class Manifest:
-    """The table of a whole checkpoint."""
+    """The table of a whole checkpoint; `indices` is empty in version 1."""
 
     step: _Position
     progress: dict[str, JsonValue]
     config: ConfigEntry
     tensors: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
+    indices: Annotated[tuple[IndexEntry, ...], Field(max_length=MAX_INDICES)]
     format: Literal["megazero-checkpoint"] = "megazero-checkpoint"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
+
+    def tensors_of(self, number: int) -> tuple[TensorEntry, ...]:
+        """Return the tensors whose boxes are in the index of this number."""
+        first = sum(entry.num_tensors for entry in self.indices[:number])
+        return self.tensors[first : first + self.indices[number].num_tensors]
 
 
-_PART = TypeAdapter(RankPart)
+@dataclass(frozen=True, config=_strict)
+class _FileOfVersion1(FileEntry):
+    boxes: tuple[BoxEntry, ...]
+
+
+@dataclass(frozen=True, config=_strict)
+class _ManifestOfVersion1:
+    step: _Position
+    progress: dict[str, JsonValue]
+    config: ConfigEntry
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[_FileOfVersion1, ...]
+    format: Literal["megazero-checkpoint"]
+    version: Literal[1]
+
+
 _MANIFEST = TypeAdapter(Manifest)
+_MANIFEST_OF_VERSION_1 = TypeAdapter(_ManifestOfVersion1)
+_INDEX = TypeAdapter(Index)
 _DTYPE_NAMES: Mapping[torch.dtype, DtypeName] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
@@ -163,40 +212,6 @@ def dtype_bytes(name: DtypeName) -> int:
     return DTYPES[name].itemsize
 
 
-def dump_part(part: RankPart) -> bytes:
-    """Return a rank's part as JSON, for rank 0, which merges parts."""
-    return _PART.dump_json(part)
-
-
-def parse_part(text: bytes) -> RankPart:
-    """Parse the output of `dump_part`; megazero wrote it, so a fault in it is a bug (pydantic.ValidationError)."""
-    return _PART.validate_json(text)
-
-
-def merge_parts(parts: list[RankPart], *, step: int, progress: dict[str, JsonValue], config: ConfigEntry) -> Manifest:
-    """Merge all ranks' parts into a manifest; raise CheckpointError when they disagree on a tensor's shape or dtype."""
-    tensors: dict[tuple[str, str], TensorEntry] = {}
-    problems: list[Problem] = []
-    for rank, part in enumerate(parts):
-        for entry in part.tensors:
-            known = tensors.setdefault((entry.parameter, entry.kind), entry)
-            if known != entry:
-                problems.append(Problem(f"rank {rank}: {describe(entry)}", f"other ranks have {describe(known)}"))
-    raise_problems(CheckpointError, problems[:_MAX_PROBLEMS])
-    files = tuple(part.file for part in parts)
-    return Manifest(step=step, progress=progress, config=config, tensors=tuple(tensors.values()), files=files)
-
-
-def layout_problems(manifest: Manifest) -> Iterator[Problem]:
-    """Yield a problem for each region of a tensor that no box holds, or more than one; at most two a tensor."""
-    boxes: dict[TensorKey, list[Box]] = {(entry.parameter, entry.kind): [] for entry in manifest.tensors}
-    for file in manifest.files:
-        for box in file.boxes:
-            boxes[box.parameter, box.kind].append(box.box)
-    for entry in manifest.tensors:
-        yield from tensor_layout_problems(entry, boxes[entry.parameter, entry.kind])
-
-
 def tensor_layout_problems(entry: TensorEntry, boxes: Sequence[Box]) -> Iterator[Problem]:
     """Yield a problem for each region of one tensor that none of its stored `boxes` holds, or several; at most two."""
     for defect in islice(tiling_defects(entry.shape, boxes), 2):
@@ -209,10 +224,12 @@ def box_key(kind: StateKind, parameter: str, box: Box) -> str:
     return f"{kind}/{parameter}{format_box(box)}"
 
 
-def header_problem(file: FileEntry, dtypes: Mapping[TensorKey, DtypeName], header: bytes) -> str:
-    """Return the rule that the header of a data file breaks, "" if it describes the boxes that the manifest lists.
+def header_problem(
+    file: FileEntry, boxes: Iterable[BoxEntry], dtypes: Mapping[TensorKey, DtypeName], header: bytes, *, is_all: bool
+) -> str:
+    """Return the rule that the header of a data file breaks, "" if it describes these boxes of the indices.
 
-    dtypes: those of the manifest's tensors.
+    dtypes: those of the manifest's tensors.  is_all: `boxes` are all of the file; the header may describe no others.
     """
     if hashlib.sha256(header).hexdigest() != file.header_sha256:
         return "damaged: its header does not match the hash in the manifest"
@@ -227,14 +244,14 @@ def header_problem(file: FileEntry, dtypes: Mapping[TensorKey, DtypeName], heade
             "shape": list(entry.lengths),
             "data_offsets": [entry.begin - start, entry.end - start],
         }
-        for entry in file.boxes
+        for entry in boxes
     }
     if int.from_bytes(header[:8], "little") != len(header) - 8 or not isinstance(table, dict):
         return "damaged: it does not begin with the header of a safetensors file"
     table.pop("__metadata__", None)
-    for key in described.keys() | table.keys():
+    for key in described.keys() | (table.keys() if is_all else set()):
         if table.get(key) != described.get(key):
-            return f"its header has {str(table.get(key))[:200]} for {key[:200]}, the manifest {described.get(key)}"
+            return f"its header has {str(table.get(key))[:200]} for {key[:200]}, the index {described.get(key)}"
     return ""
 
 
@@ -249,19 +266,67 @@ def dump_manifest(manifest: Manifest) -> bytes:
     return json.dumps({"sha256": body_hash(body), **body}, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def parse_manifest(text: bytes, *, source: str) -> Manifest:
+def dump_index(index: Index) -> bytes:
+    """Return an index as the JSON of its file."""
+    return _INDEX.dump_json(index) + b"\n"
+
+
+def parse_manifest(text: bytes, *, source: str) -> tuple[Manifest, Index | None]:
     """Parse a manifest and check that it is complete, unaltered, and that every name and number in it is valid.
+
+    Returns with it the boxes that it lists itself, in version 1; None in version 2, whose boxes are in its indices.
 
     Raises DamageError with all problems (the first twenty), and CheckpointError for an unaltered one of another format
     or version; `source` is the file to name in them.
     """
     body = _read_body(text, source)
     try:
-        manifest = _MANIFEST.validate_json(json.dumps(body))
+        manifest, index = _validated(body)
     except ValidationError as error:
         raise DamageError(*_schema_problems(error, source)) from None
-    raise_problems(DamageError, islice(_content_problems(manifest, source), _MAX_PROBLEMS))
-    return manifest
+    boxes = () if index is None else _index_problems(index, manifest, manifest.tensors, source, is_all=True)
+    raise_problems(DamageError, islice(chain(_content_problems(manifest, source), boxes), _MAX_PROBLEMS))
+    return manifest, index
+
+
+def _validated(body: dict[str, Any]) -> tuple[Manifest, Index | None]:
+    text = json.dumps(body)
+    if body["version"] == VERSION:
+        return _MANIFEST.validate_json(text), None
+    old = _MANIFEST_OF_VERSION_1.validate_json(text)
+    files = tuple(FileEntry(each.name, each.num_bytes, each.header_bytes, each.header_sha256) for each in old.files)
+    manifest = Manifest(old.step, old.progress, old.config, old.tensors, files, indices=(), version=1)
+    return manifest, Index(tuple(FileBoxes(each.name, each.boxes) for each in old.files))
+
+
+def parse_index(text: bytes, manifest: Manifest, number: int, *, source: str) -> Index:
+    """Parse the index of this number; raise DamageError, which names its file, unless it is the manifest's and valid.
+
+    source: the file to name in messages.
+    """
+    entry = manifest.indices[number]
+    if altered := list(index_hash_problems(text, entry, source=source)):
+        raise DamageError(*altered, files=(entry.name,))
+    try:
+        index = _INDEX.validate_json(text)
+    except ValidationError as error:
+        raise DamageError(*_schema_problems(error, source), files=(entry.name,)) from None
+    is_all = len(manifest.indices) == 1
+    problems = list(
+        islice(_index_problems(index, manifest, manifest.tensors_of(number), source, is_all=is_all), _MAX_PROBLEMS)
+    )
+    count = sum(len(file.boxes) for file in index.files)
+    if count != entry.num_boxes:
+        problems.append(Problem(f"{source}: {count} boxes", "not those of the manifest", str(entry.num_boxes)))
+    if problems:
+        raise DamageError(*problems, files=(entry.name,))
+    return index
+
+
+def index_hash_problems(text: bytes, entry: IndexEntry, *, source: str) -> Iterator[Problem]:
+    """Yield a problem if the content of an index file is not the one that the manifest has the hash of."""
+    if hashlib.sha256(text).hexdigest() != entry.sha256:
+        yield Problem(source, "damaged, or of another checkpoint: it does not match the hash in the manifest")
 
 
 def _read_body(text: bytes, source: str) -> dict[str, Any]:
@@ -280,9 +345,9 @@ def _read_body(text: bytes, source: str) -> dict[str, Any]:
     if body.get("format") != FORMAT:
         given = f"{source}: format {str(body.get('format'))[:80]!r}"
         raise kind(Problem(given, "not a checkpoint of megazero", FORMAT))
-    if version != VERSION or type(version) is not int:
+    if type(version) is not int or version not in (1, VERSION):
         rule = "this version of megazero cannot read that version of the format"
-        raise kind(Problem(f"{source}: version {str(version)[:80]}", rule, str(VERSION)))
+        raise kind(Problem(f"{source}: version {str(version)[:80]}", rule, f"1 or {VERSION}"))
     if digest != computed:
         raise DamageError(Problem(source, "damaged: the content does not match the hash stored with it"))
     return dict(body)
@@ -297,16 +362,39 @@ def _schema_problems(error: ValidationError, source: str) -> list[Problem]:
 
 
 def _content_problems(manifest: Manifest, source: str) -> Iterator[Problem]:
-    names = [manifest.config.name, *(file.name for file in manifest.files)]
-    for name, count in Counter(names).items():
-        if not _PLAIN_FILE_NAME.fullmatch(name):
+    data = [file.name for file in manifest.files]
+    names = [manifest.config.name, *(entry.name for entry in manifest.indices)]
+    legal = _PLAIN_FILE_NAME if manifest.version == 1 else _DATA_FILE_NAME
+    for name, count in Counter([*names, *data]).items():
+        if not (legal if name not in names else _PLAIN_FILE_NAME).fullmatch(name):
             yield Problem(f"{source}: file {name[:80]!r}", "must be a plain file name inside the checkpoint's folder")
         elif count > 1:
             yield Problem(f"{source}: file {name!r}", "named more than once")
+    indexed = sum(entry.num_tensors for entry in manifest.indices)
+    if manifest.version != 1 and indexed != len(manifest.tensors):
+        yield Problem(f"{source}: {len(manifest.tensors)} tensors", f"its indices have {indexed}")
     yield from _tensor_problems(manifest, source)
-    tensors = {(entry.parameter, entry.kind): entry for entry in manifest.tensors}
-    for file in manifest.files:
-        yield from _file_problems(file, tensors, f"{source}: {file.name[:80]}")
+
+
+def _index_problems(
+    index: Index, manifest: Manifest, entries: Sequence[TensorEntry], source: str, *, is_all: bool
+) -> Iterator[Problem]:
+    """Yield what is wrong with an index, which may have boxes of these tensors; is_all: it is the only one."""
+    tensors = {(entry.parameter, entry.kind): entry for entry in entries}
+    files = {file.name: file for file in manifest.files}
+    seen: set[str] = set()
+    for each in index.files:
+        where = f"{source}: {each.name[:80]}"
+        if each.name not in files or each.name in seen:
+            yield Problem(where, "listed more than once" if each.name in seen else "the manifest lists no such file")
+            continue
+        seen.add(each.name)
+        yield from _box_problems(files[each.name], each.boxes, tensors, where)
+        if is_all:
+            yield from filling_problems(files[each.name], each.boxes, where)
+    for file in manifest.files if is_all else ():
+        if file.name not in seen:
+            yield from filling_problems(file, (), f"{source}: {file.name[:80]}")
 
 
 def _tensor_problems(manifest: Manifest, source: str) -> Iterator[Problem]:
@@ -321,19 +409,35 @@ def _tensor_problems(manifest: Manifest, source: str) -> Iterator[Problem]:
             yield Problem(f"{source}: {describe(entry)}", "larger than any tensor can be")
 
 
-def _file_problems(file: FileEntry, tensors: dict[TensorKey, TensorEntry], where: str) -> Iterator[Problem]:
+def _box_problems(
+    file: FileEntry, boxes: Iterable[BoxEntry], tensors: Mapping[TensorKey, TensorEntry], where: str
+) -> Iterator[Problem]:
+    """Yield what is wrong with boxes of one file: each must be a region of its tensor, in bytes of its own."""
     position = file.header_bytes
-    for entry in file.boxes:
+    for entry in boxes:
         given = f"{where}: {entry.kind} of {entry.parameter} {list(entry.offset)} + {list(entry.lengths)}"
         tensor = tensors.get((entry.parameter, entry.kind))
         if tensor is None:
-            yield Problem(given, "the manifest lists no such tensor")
+            yield Problem(given, "the manifest lists no such tensor here")
         elif not _is_inside(entry, tensor.shape):
             yield Problem(given, f"not a region of a tensor of shape {list(tensor.shape)}")
-        elif entry.begin != position or entry.end - entry.begin != entry.box.numel * dtype_bytes(tensor.dtype):
+        elif (
+            entry.end - entry.begin != entry.box.numel * dtype_bytes(tensor.dtype)
+            or not position <= entry.begin <= entry.end <= file.num_bytes
+        ):
             yield Problem(f"{given}, bytes {entry.begin} to {entry.end}", "boxes must fill the file back to back")
         elif entry.end - entry.begin > BOX_BYTES:
             yield Problem(f"{given}, {entry.end - entry.begin} bytes", f"a box has at most {BOX_BYTES} bytes")
+        position = entry.end
+
+
+def filling_problems(file: FileEntry, boxes: Iterable[BoxEntry], where: str) -> Iterator[Problem]:
+    """Yield a problem if these, all boxes of a file in the order of their bytes, do not fill it back to back."""
+    position = file.header_bytes
+    for entry in boxes:
+        if entry.begin != position:
+            yield Problem(f"{where}: bytes {entry.begin} to {entry.end}", "boxes must fill the file back to back")
+            return
         position = entry.end
     if position != file.num_bytes:
         yield Problem(f"{where}: {file.num_bytes} bytes", f"its boxes end at byte {position}")

@@ -9,7 +9,8 @@
 
 The layout of the run that saved plays no part.  Names, shapes, coverage and file sizes are checked before the first
 byte is copied, all problems at once; a box is copied only if its bytes match its hash, and the header of every file
-that is read must describe the boxes that the manifest lists.
+that is read must describe its boxes.  Of the indices only those of the wanted tensors are read, when they are first
+needed: a checkpoint of thousands of ranks has millions of boxes.
 
 What is missing or not what was saved is a DamageError.  What the system refuses for another reason (permissions, a file
 server that is away) is a plain CheckpointError, since the checkpoint itself may be sound.
@@ -23,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,13 +35,17 @@ from torch import Tensor
 from megazero.checkpoint.folders import MANIFEST, list_steps, resolve, step_of
 from megazero.checkpoint.manifest import (
     DTYPES,
+    MAX_INDEX_BYTES,
     BoxEntry,
     FileEntry,
+    Index,
     Manifest,
     TensorEntry,
     TensorKey,
+    filling_problems,
     header_problem,
-    layout_problems,
+    index_hash_problems,
+    parse_index,
     parse_manifest,
     tensor_layout_problems,
 )
@@ -117,7 +122,7 @@ def open_complete(path: str | Path, *, step: int | None = None) -> "Checkpoint":
 
 def open_folder(folder: Path) -> "Checkpoint":
     """Open the checkpoint in a step folder as `open_checkpoint` does."""
-    manifest = parse_manifest(_read_file(folder / MANIFEST, MAX_MANIFEST_BYTES), source=str(folder / MANIFEST))
+    manifest, boxes = parse_manifest(_read_file(folder / MANIFEST, MAX_MANIFEST_BYTES), source=str(folder / MANIFEST))
     if step_of(folder.name) not in (None, manifest.step):
         given = f"{folder / MANIFEST}: step {manifest.step}"
         raise DamageError(Problem(given, "a step folder is named after the step of its checkpoint"))
@@ -125,25 +130,32 @@ def open_folder(folder: Path) -> "Checkpoint":
     config = _read_file(config_file, MAX_CONFIG_BYTES)
     if hashlib.sha256(config).hexdigest() != manifest.config.sha256:
         raise DamageError(Problem(str(config_file), "damaged or edited: it does not match the hash in the manifest"))
-    return Checkpoint(folder, manifest, config.decode(errors="replace"))
+    return Checkpoint(folder, manifest, config.decode(errors="replace"), boxes)
 
 
 class Checkpoint:
     """One checkpoint of a run, open for reading.  No file stays open, and no tensor is held in memory."""
 
-    def __init__(self, folder: Path, manifest: Manifest, config_yaml: str) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, config_yaml: str, boxes: Index | None = None) -> None:
+        """Refer to a checkpoint; boxes: all of them, where the manifest itself lists them (version 1)."""
         self.folder = folder
         self.manifest = manifest
         self.config_yaml = config_yaml
         self._tensors: dict[TensorKey, TensorEntry] = {(each.parameter, each.kind): each for each in manifest.tensors}
+        self._files = {file.name: file for file in manifest.files}
+        # The index of each tensor, and what the indices that are read say: boxes by tensor, and by file and index.
+        self._index_of = dict.fromkeys(self._tensors, 0)
+        for number in range(len(manifest.indices)):
+            self._index_of |= {(each.parameter, each.kind): number for each in manifest.tensors_of(number)}
         self._boxes: dict[TensorKey, list[_StoredBox]] = {key: [] for key in self._tensors}
-        for file in manifest.files:
-            for box in file.boxes:
-                self._boxes[box.parameter, box.kind].append(_StoredBox(file, box))
-        # Checked already: the coverage and files of tensors, the headers of files, the hashes of boxes (file, first
-        # byte).
+        self._in_file: dict[str, dict[int, tuple[BoxEntry, ...]]] = {name: {} for name in self._files}
+        self._indexed: set[int] = set()
+        if boxes is not None:
+            self._add(0, boxes)
+        # Checked already: the coverage and files of tensors, the headers of files (file, index), the hashes of boxes
+        # (file, first byte).
         self._complete: set[TensorKey] = set()
-        self._described: set[str] = set()
+        self._described: set[tuple[str, int]] = set()
         self._sound: set[tuple[str, int]] = set()
 
     @property
@@ -164,6 +176,19 @@ class Checkpoint:
         shapes = {entry.parameter: entry.shape for entry in self.manifest.tensors}
         return {name: SavedParameter(shapes[name], kinds[name]) for name in shapes}
 
+    @property
+    def num_boxes(self) -> int:
+        """The number of boxes; no index is read for it."""
+        indexed = sum(entry.num_boxes for entry in self.manifest.indices)
+        return indexed if self.manifest.indices else sum(map(len, self._boxes.values()))
+
+    def boxes(self) -> Iterator[tuple[FileEntry, BoxEntry]]:
+        """Yield every box with its file, file by file in the order of bytes.  Reads all indices; raises DamageError."""
+        self._load(self._all_indices)
+        for file in self.manifest.files:
+            for entry in self._boxes_in(file):
+                yield file, entry
+
     def check(self, fragments: Iterable[StateFragment]) -> None:
         """Raise CheckpointError with everything that would keep `fill` from working, short of reading the data."""
         wanted = list(fragments)
@@ -172,13 +197,24 @@ class Checkpoint:
         self._check_stored({(fragment.spec.name, fragment.kind) for fragment in wanted})
 
     def check_files(self) -> None:
-        """Raise DamageError where tensors have holes, or files are missing or of the wrong size; no data is read."""
-        self._check_stored(set(self._tensors))
+        """Raise DamageError where indices are damaged, or files are missing or of the wrong size; no data is read.
+
+        Holes in tensors are found here where there is one index; of several each is read with the tensors it is for.
+        """
+        if len(self.manifest.indices) <= 1:
+            self._check_stored(set(self._tensors))
+        found = {self.manifest.indices[number].name: self._index_hash_problems(number) for number in self._all_indices}
+        _raise_damage({name: list(problems) for name, problems in found.items()})
+        _raise_damage({file.name: list(self._file_problems(file)) for file in self.manifest.files})
 
     def damage_in(self, files: Collection[str]) -> list[Problem]:
-        """Read these data files anew, and return the problems of the first that is damaged."""
-        damage = (list(self._damage_of(file)) for file in self.manifest.files if file.name in files)
-        return next(filter(None, damage), [])
+        """Read these indices and data files anew, and return the problems of the first that is damaged."""
+        numbers = [number for number in self._all_indices if self.manifest.indices[number].name in files]
+        problems = self._load_problems(numbers, anew=True)
+        if not problems and (data := [file for file in self.manifest.files if file.name in files]):
+            problems = self._load_problems(self._all_indices)
+            problems = problems or next(filter(None, (list(self._damage_of(file)) for file in data)), [])
+        return problems or list(self._layout_problems(numbers))
 
     def fill(self, fragments: Iterable[StateFragment]) -> None:
         """Copy the saved values into the fragments, cast to their dtype; padding is left as it is.
@@ -214,13 +250,75 @@ class Checkpoint:
         return self.read(name, Box((0,) * len(shape), shape), kind=kind)
 
     def verify(self) -> Iterator[list[Problem]]:
-        """Read everything; yield the layout's problems first, then those of each data file in turn."""
-        yield list(layout_problems(self.manifest))
+        """Read everything; yield the problems of indices and of the layout first, those of each data file in turn."""
+        problems = self._load_problems(self._all_indices)
+        yield [*problems, *self._layout_problems(self._indexed)]
         for file in self.manifest.files:
             try:
                 yield list(self._damage_of(file))
             except CheckpointError as error:
                 yield list(error.problems)
+
+    @property
+    def _all_indices(self) -> range:
+        return range(len(self.manifest.indices))
+
+    def _add(self, number: int, index: Index) -> None:
+        """Enter the boxes of an index."""
+        for each in index.files:
+            self._in_file[each.name][number] = each.boxes
+            for box in each.boxes:
+                self._boxes[box.parameter, box.kind].append(_StoredBox(self._files[each.name], box))
+        self._indexed.add(number)
+
+    def _boxes_in(self, file: FileEntry) -> list[BoxEntry]:
+        """Return the boxes of a file that the indices read so far have, in the order of bytes."""
+        found = (box for boxes in self._in_file[file.name].values() for box in boxes)
+        return sorted(found, key=lambda box: box.begin)
+
+    def _read_index(self, number: int) -> Index:
+        path = self.folder / self.manifest.indices[number].name
+        try:
+            text = _read_file(path, MAX_INDEX_BYTES)
+        except DamageError as error:
+            raise DamageError(*error.problems, files=(path.name,)) from error
+        return parse_index(text, self.manifest, number, source=str(path))
+
+    def _load(self, numbers: Iterable[int]) -> None:
+        """Read these indices unless they are read; raise DamageError with the problems of all."""
+        damage: dict[str, list[Problem]] = {}
+        for number in sorted(set(numbers) - self._indexed):
+            try:
+                self._add(number, self._read_index(number))
+            except DamageError as error:
+                damage[self.manifest.indices[number].name] = list(error.problems)
+        _raise_damage(damage)
+
+    def _load_problems(self, numbers: Iterable[int], *, anew: bool = False) -> list[Problem]:
+        """Read these indices as `_load` does and return their problems; anew: also those that are read."""
+        try:
+            for number in numbers if anew else ():
+                self._read_index(number)
+            self._load(numbers)
+        except DamageError as error:
+            return list(error.problems)
+        return []
+
+    def _index_hash_problems(self, number: int) -> Iterator[Problem]:
+        entry = self.manifest.indices[number]
+        path = self.folder / entry.name
+        try:
+            text = _read_file(path, MAX_INDEX_BYTES)
+        except DamageError as error:
+            yield from error.problems
+            return
+        yield from index_hash_problems(text, entry, source=str(path))
+
+    def _layout_problems(self, numbers: Collection[int]) -> Iterator[Problem]:
+        """Yield the holes and overlaps of the tensors of these indices, which are read."""
+        for key, entry in self._tensors.items():
+            if self._index_of[key] in numbers:
+                yield from tensor_layout_problems(entry, [box.entry.box for box in self._boxes[key]])
 
     def _missing(self, name: str, kind: StateKind) -> Iterator[Problem]:
         if (name, kind) in self._tensors:
@@ -243,17 +341,20 @@ class Checkpoint:
     def _check_stored(self, keys: set[TensorKey]) -> None:
         """Raise DamageError where these tensors have holes, or their files are missing or of the wrong size."""
         new = keys - self._complete
+        self._load(self._index_of[key] for key in new)
         saved = {key: self._boxes[key] for key in sorted(new)}
-        holes = (
-            problem
-            for key, boxes in saved.items()
-            for problem in tensor_layout_problems(self._tensors[key], [box.entry.box for box in boxes])
-        )
-        raise_problems(DamageError, islice(holes, _MAX_PROBLEMS))
+        holes: dict[TensorKey, list[Problem]] = {}
+        for key, boxes in saved.items():
+            if len(holes) < _MAX_PROBLEMS and (
+                found := list(tensor_layout_problems(self._tensors[key], [box.entry.box for box in boxes]))
+            ):
+                holes[key] = found
+        if holes:
+            problems = (problem for found in holes.values() for problem in found)
+            indices = {self.manifest.indices[self._index_of[key]].name for key in holes if self.manifest.indices}
+            raise DamageError(*islice(problems, _MAX_PROBLEMS), files=indices)
         files = {box.file.name: box.file for boxes in saved.values() for box in boxes}
-        problems = {name: problem for name, file in sorted(files.items()) for problem in self._file_problems(file)}
-        if problems:
-            raise DamageError(*islice(problems.values(), _MAX_PROBLEMS), files=problems)
+        _raise_damage({name: list(self._file_problems(file)) for name, file in sorted(files.items())})
         self._complete |= new
 
     def _file_problems(self, file: FileEntry) -> Iterator[Problem]:
@@ -276,21 +377,19 @@ class Checkpoint:
         damage: dict[str, list[Problem]] = {}
         for name in sorted(plan):
             in_order = sorted(plan[name], key=lambda each: each[0].entry.begin)
-            if found := list(self._copy_from(in_order[0][0].file, in_order)):
-                damage[name] = found
-        if damage:
-            problems = (problem for found in damage.values() for problem in found)
-            raise DamageError(*islice(problems, _MAX_PROBLEMS), files=damage)
+            damage[name] = list(self._copy_from(in_order[0][0].file, in_order))
+        _raise_damage(damage)
 
     def _copy_from(self, file: FileEntry, plan: list[tuple[_StoredBox, list[_Target]]]) -> Iterator[Problem]:
         """Copy boxes of one file; yield the problems found in it."""
         path = self.folder / file.name
         try:
             with open_regular(path, inside=self.folder) as stream:
-                if file.name not in self._described:
+                read = {(file.name, number) for number in self._in_file[file.name]}
+                if not read <= self._described:
                     found = list(self._header_problems(stream, file))
                     yield from found
-                    self._described |= set() if found else {file.name}
+                    self._described |= set() if found else read
                 for saved, overlaps in plan:
                     yield from self._copy_box(stream, saved, overlaps)
         except OSError as error:
@@ -306,10 +405,15 @@ class Checkpoint:
         for target in overlaps:
             target.view().copy_(values[index_within(entry.box, target.box)])
 
+    @property
+    def _has_all_indices(self) -> bool:
+        return len(self._indexed) >= len(self.manifest.indices)
+
     def _header_problems(self, stream: BufferedReader, file: FileEntry) -> Iterator[Problem]:
         stream.seek(0)
         dtypes = {key: entry.dtype for key, entry in self._tensors.items()}
-        if rule := header_problem(file, dtypes, stream.read(file.header_bytes)):
+        header, is_all = stream.read(file.header_bytes), self._has_all_indices
+        if rule := header_problem(file, self._boxes_in(file), dtypes, header, is_all=is_all):
             yield Problem(str(self.folder / file.name), rule)
 
     def _is_sound(self, saved: _StoredBox, raw: Tensor) -> bool:
@@ -330,20 +434,32 @@ class Checkpoint:
         )
 
     def _damage_of(self, file: FileEntry) -> Iterator[Problem]:
-        """Check the size of a file, its header, and every box of it against its hash, reading them anew."""
+        """Check the size of a file, its header, and every box of it against its hash, reading them anew.
+
+        Boxes are those of the indices that are read.
+        """
         path = self.folder / file.name
-        if problems := list(self._file_problems(file)):
+        problems = list(self._file_problems(file))
+        if self._has_all_indices:
+            problems += filling_problems(file, self._boxes_in(file), str(path))
+        if problems:
             yield from problems
             return
         try:
             with open_regular(path, inside=self.folder) as stream:
                 yield from self._header_problems(stream, file)
-                for entry in file.boxes:
+                for entry in self._boxes_in(file):
                     raw = _read_bytes(stream, entry.begin, entry.end)
                     if _digest(raw) != entry.sha256:
                         yield self._damaged(_StoredBox(file, entry))
         except OSError as error:
             yield _unreadable(path, error)
+
+
+def _raise_damage(damage: Mapping[str, list[Problem]]) -> None:
+    """Raise DamageError with the problems of files, by their names, if there are any."""
+    if files := [name for name, problems in damage.items() if problems]:
+        raise DamageError(*islice(chain.from_iterable(damage.values()), _MAX_PROBLEMS), files=files)
 
 
 def _overlaps(saved: Box, targets: Iterable[_Target]) -> Iterator[_Target]:

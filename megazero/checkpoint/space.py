@@ -15,7 +15,7 @@ from megazero.parallel.param_spec import StateFragment, StateKind
 from megazero.units import format_bytes
 
 _MAX_SAVES = 1000  # saves that are looked at ahead
-_BYTES_PER_FRAGMENT = 600  # in a header and in the manifest, where a fragment is at least one box
+_BYTES_PER_FRAGMENT = 600  # in a header and in an index, where a fragment is at least one box
 _BYTES_PER_RANK = 4096
 
 
@@ -109,5 +109,4 @@ def _compare(root: Path, size: int, steps: Sequence[int], retention: Retention, 
 
 
 def _bytes_in(folder: Path) -> int:
-    with os.scandir(folder) as entries:
-        return sum(entry.stat().st_size for entry in entries)
+    return sum((Path(top) / name).lstat().st_size for top, _, names in os.walk(folder) for name in names)

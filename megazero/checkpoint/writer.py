@@ -1,15 +1,18 @@
 """Saving: every rank writes the boxes it owns to a file of its own; the checkpoint appears at once, or not at all.
 
-    rank 0    lock the root, make           check and merge parts, write the manifest and a new
-       |      a hidden folder               `latest`, rename the folder, then `latest`
-       v              |                         ^
-    --------- agree --+-- every rank writes ----+-- agree ---> the folder is there, everywhere
-                          its file and its part
+    rank 0    lock the root, make                                                         write the manifest, a new
+       |      a hidden folder                                                             `latest`, rename the folder,
+       |                                                                                  then `latest`
+       v             |                                                                       ^
+    ---------- agree +-- every rank writes -- its part -- merges indices, -- deletes its ----+-- agree ---> the folder
+                         its file                         if any are its own part                           is there
 
 A rank's file is a safetensors file, which any safetensors reader can open; tensors in it are named by kind, parameter
 and region, `exp_avg/wte.weight[0:15,0:60]`.  State is copied through a buffer of at most `BOX_BYTES`, whatever the
 model's size.  After each step of the drawing the ranks exchange problems, so a full disk on one of them is an error on
 all, and the folder is removed; a folder under its final name is complete and has been fsynced.
+
+More than `RANKS_IN_FOLDER` files lie in sub-folders.  Parts and indices are those of `merging.py`.
 
 The hidden folder belongs to rank 0's process and the save has an id, which every rank's part carries: what another job
 or an earlier save has written is never merged.  Then older checkpoints of the run go, as far as `Retention` lets them.
@@ -19,11 +22,10 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import JsonValue
@@ -35,6 +37,7 @@ from megazero.checkpoint.folders import (
     CONFIG,
     LATEST,
     MANIFEST,
+    RANKS_IN_FOLDER,
     free_name,
     hidden_path,
     list_steps,
@@ -49,26 +52,29 @@ from megazero.checkpoint.manifest import (
     ConfigEntry,
     FileEntry,
     Manifest,
-    RankPart,
     TensorEntry,
     box_key,
     dtype_name,
     dump_manifest,
-    dump_part,
-    layout_problems,
-    merge_parts,
-    parse_part,
+)
+from megazero.checkpoint.merging import (
+    IndexPlan,
+    Written,
+    merge,
+    part_path,
+    plan_indices,
+    read_merged,
+    write_durably,
+    write_part,
 )
 from megazero.checkpoint.retention import ALL_STAY, Retention
 from megazero.checkpoint.runs import PROGRESS_KEY, TAG_KEY, RunIdentity, run_of, tag_of
 from megazero.checkpoint.slices import BoxPiece, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
-from megazero.errors import CheckpointError, Problem, raise_problems
 from megazero.files import sync_path
 from megazero.parallel.param_spec import StateFragment
 
 _ALIGNMENT = 8
-_MAX_PROBLEMS = 20
 
 
 class Draft(NamedTuple):
@@ -99,17 +105,12 @@ def save(draft: Draft, fragments: Iterable[StateFragment], *, control: Communica
     with ExitStack() as held:
         try:
             made = all_or_none(
-                control, lambda: prepare(draft, held) if leads else None, doing=f"making a folder in {root}"
+                control,
+                lambda: prepare(draft, held, control.size) if leads else None,
+                doing=f"making a folder in {root}",
             )
             saving = Saving(*made[0])
-            all_or_none(
-                control, lambda: write_part(saving, control.rank, fragments), doing=f"writing to {saving.folder}"
-            )
-            names = all_or_none(
-                control,
-                lambda: publish(saving, draft, control.size) if leads else None,
-                doing=f"publishing {saving.folder}",
-            )
+            names = _write_and_publish(saving, draft, fragments, control)
         finally:
             if leads:
                 remove_hidden(root)
@@ -117,10 +118,41 @@ def save(draft: Draft, fragments: Iterable[StateFragment], *, control: Communica
 
 
 class Saving(NamedTuple):
-    """A save that is under way: its hidden folder, and the id that every rank's part carries."""
+    """A save that is under way: its hidden folder, the id that every rank's part carries, and where files lie in it.
+
+    ranks_in_folder: the data files that lie in one folder; above, they lie in sub-folders of as many.
+    """
 
     folder: str
     save_id: str
+    world_size: int
+    ranks_in_folder: int = RANKS_IN_FOLDER
+
+    def data_name(self, rank: int) -> str:
+        """Return the name of a rank's data file, below the folder."""
+        return part_name(rank, self.world_size, self.ranks_in_folder)
+
+
+def _write_and_publish(
+    saving: Saving, draft: Draft, fragments: Iterable[StateFragment], control: Communicator
+) -> list[Any]:
+    """Take the steps of a save, each on all ranks or on none; return the name of the folder as the first item."""
+    rank, kept = control.rank, list[Written]()
+
+    def write() -> dict[str, Any]:
+        kept.append(write_data(saving, rank, fragments))
+        return kept[0].report(rank, control.size)
+
+    writing, folder = f"writing to {saving.folder}", Path(saving.folder)
+    plan = plan_indices(all_or_none(control, write, doing=writing))
+    all_or_none(control, lambda: write_part(folder, saving.save_id, kept[0], plan), doing=writing)
+    all_or_none(control, lambda: merge_own(saving, plan, rank), doing=f"merging what is in {saving.folder}")
+    all_or_none(control, lambda: part_path(folder / saving.data_name(rank)).unlink(), doing=writing)
+    return all_or_none(
+        control,
+        lambda: publish(saving, draft, plan) if rank == 0 else None,
+        doing=f"publishing {saving.folder}",
+    )
 
 
 class _Item(NamedTuple):
@@ -147,32 +179,35 @@ class _Item(NamedTuple):
         return box_key(self.tensor.kind, self.tensor.parameter, self.piece.box)
 
 
-def prepare(draft: Draft, held: ExitStack) -> Saving:
+def prepare(draft: Draft, held: ExitStack, world_size: int, *, ranks_in_folder: int = RANKS_IN_FOLDER) -> Saving:
     """Make the hidden folder (rank 0), and lock the root until `held` is closed unless the job holds the lock."""
     if draft.lock is None:
         held.callback(take_lock(draft.root).release)
     remove_hidden(draft.root)
     folder = hidden_path(draft.root, step_name(draft.step))
     folder.mkdir()
-    return Saving(str(folder), secrets.token_hex(8))
+    saving = Saving(str(folder), secrets.token_hex(8), world_size, ranks_in_folder)
+    for first in range(0, world_size, ranks_in_folder):
+        (folder / saving.data_name(first)).parent.mkdir(exist_ok=True)
+    return saving
 
 
-def write_part(saving: Saving, rank: int, fragments: Iterable[StateFragment], *, box_bytes: int = BOX_BYTES) -> None:
-    """Write this rank's file and, beside it, the part of the manifest that describes it (every rank)."""
+def write_data(saving: Saving, rank: int, fragments: Iterable[StateFragment], *, box_bytes: int = BOX_BYTES) -> Written:
+    """Write this rank's file, and return what the other ranks must have of it (every rank)."""
     fragments = list(fragments)
     items = [item for fragment in fragments for item in _items(fragment, box_bytes)]
     # Wide elements first, so that every tensor is aligned to its element size, as safetensors requires.
     items.sort(key=lambda item: -item.fragment.dtype.itemsize)
-    path = Path(saving.folder) / part_name(rank)
-    file = _write_file(path, items)
     tensors = {(entry.parameter, entry.kind): entry for entry in map(_tensor_entry, fragments)}
-    # Not synced: rank 0 reads it within this save, and then deletes it.
-    _part_path(path).write_bytes(dump_part(RankPart(saving.save_id, tuple(tensors.values()), file)))
+    name = saving.data_name(rank)
+    file, boxes = _write_file(Path(saving.folder) / name, name, items)
+    return Written(file, boxes, tuple(tensors.values()))
 
 
-def _part_path(path: Path) -> Path:
-    """Return the path of the part that describes a rank's file."""
-    return path.with_name(f"{path.name}.json")
+def merge_own(saving: Saving, plan: IndexPlan, rank: int) -> None:
+    """Merge those indices that are this rank's (every rank)."""
+    for number in range(rank, plan.num_indices, saving.world_size):
+        merge(Path(saving.folder), saving.save_id, plan, number)
 
 
 def _tensor_entry(fragment: StateFragment) -> TensorEntry:
@@ -187,7 +222,7 @@ def _items(fragment: StateFragment, box_bytes: int) -> Iterable[_Item]:
         yield _Item(entry, piece, fragment)
 
 
-def _write_file(path: Path, items: list[_Item]) -> FileEntry:
+def _write_file(path: Path, name: str, items: list[_Item]) -> tuple[FileEntry, tuple[BoxEntry, ...]]:
     """Stream the boxes to a safetensors file, hashing the bytes as they are written."""
     header = _safetensors_header(items)
     position = len(header)
@@ -201,7 +236,7 @@ def _write_file(path: Path, items: list[_Item]) -> FileEntry:
             position += len(raw)
         file.flush()
         os.fsync(file.fileno())
-    return FileEntry(path.name, position, len(header), hashlib.sha256(header).hexdigest(), tuple(boxes))
+    return FileEntry(name, position, len(header), hashlib.sha256(header).hexdigest()), tuple(boxes)
 
 
 def _box_entry(item: _Item, begin: int, raw: memoryview) -> BoxEntry:
@@ -229,15 +264,16 @@ def _safetensors_header(items: list[_Item]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def publish(saving: Saving, draft: Draft, world_size: int) -> str:
-    """Publish the hidden folder with all parts under its final name, and return that name (rank 0)."""
+def publish(saving: Saving, draft: Draft, plan: IndexPlan) -> str:
+    """Publish the hidden folder with all files and indices under its final name, and return that name (rank 0)."""
     root, folder, name = draft.root, Path(saving.folder), free_name(draft.root, draft.step)
-    _write_durably(folder / CONFIG, draft.config_yaml.encode())
-    manifest = _merge(saving, draft, world_size)
-    _write_durably(folder / MANIFEST, dump_manifest(manifest))
+    write_durably(folder / CONFIG, draft.config_yaml.encode())
+    write_durably(folder / MANIFEST, dump_manifest(_manifest(folder, draft, plan)))
     # Everything that can fail for want of space comes before the rename.
     temporary = hidden_path(root, LATEST)
-    _write_durably(temporary, f"{name}\n".encode())
+    write_durably(temporary, f"{name}\n".encode())
+    for path in sorted({(folder / file.name).parent for file in plan.files} - {folder}):
+        sync_path(path)
     sync_path(folder)
     if draft.lock is not None:
         draft.lock.ensure()
@@ -249,29 +285,17 @@ def publish(saving: Saving, draft: Draft, world_size: int) -> str:
     return name
 
 
-def _merge(saving: Saving, draft: Draft, world_size: int) -> Manifest:
-    """Merge all ranks' parts into the manifest and delete their files; raise CheckpointError on holes or overlaps."""
-    paths = [Path(saving.folder) / part_name(rank) for rank in range(world_size)]
-    config = ConfigEntry(CONFIG, hashlib.sha256(draft.config_yaml.encode()).hexdigest())
-    parts = [parse_part(_part_path(path).read_bytes()) for path in paths]
-    problems = chain.from_iterable(map(_part_problems, paths, parts, repeat(saving)))
-    raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
-    manifest = merge_parts(parts, step=draft.step, progress=dict(draft.progress), config=config)
-    raise_problems(CheckpointError, islice(layout_problems(manifest), _MAX_PROBLEMS))
-    for path in paths:
-        _part_path(path).unlink()
-    return manifest
-
-
-def _part_problems(path: Path, part: RankPart, saving: Saving) -> Iterator[Problem]:
-    """Yield the reasons why a rank's file and the part that describes it are not those of this save."""
-    if part.save_id != saving.save_id:
-        yield Problem(f"{_part_path(path)}: save {part.save_id}", "it belongs to another save", saving.save_id)
-    if part.file.name != path.name:
-        yield Problem(f"{_part_path(path)}: it describes {part.file.name}", "it belongs to another file", path.name)
-    size = path.stat().st_size
-    if size != part.file.num_bytes:
-        yield Problem(f"{path}: {size} bytes", "altered since its rank wrote it", f"{part.file.num_bytes} bytes")
+def _manifest(folder: Path, draft: Draft, plan: IndexPlan) -> Manifest:
+    """Put the manifest together from what is known of files and indices."""
+    merged = [read_merged(folder, number) for number in range(plan.num_indices)]
+    return Manifest(
+        step=draft.step,
+        progress=dict(draft.progress),
+        config=ConfigEntry(CONFIG, hashlib.sha256(draft.config_yaml.encode()).hexdigest()),
+        tensors=tuple(entry for each in merged for entry in each.tensors),
+        files=plan.files,
+        indices=tuple(each.index for each in merged),
+    )
 
 
 def _remove_older(draft: Draft, name: str) -> None:
@@ -290,10 +314,3 @@ def _remove_older(draft: Draft, name: str) -> None:
     for folder in others:
         if tag_of(folder.path) == tag and run_of(folder.path) == run:
             remove_step(folder.path)
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

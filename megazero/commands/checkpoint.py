@@ -72,11 +72,10 @@ def _inspect(checkpoint: "Checkpoint", console: Console, *, tensors: bool) -> No
 
     manifest = checkpoint.manifest
     stored = sum(file.num_bytes for file in manifest.files)
-    boxes = sum(len(file.boxes) for file in manifest.files)
     console.line(f"{checkpoint.folder}")
     console.line(name_of(RunIdentity.from_json(checkpoint.progress.get(PROGRESS_KEY))))
     console.line(f"step        {checkpoint.step}")
-    console.line(f"size        {format_bytes(stored)} in {len(manifest.files)} files, {boxes} boxes")
+    console.line(f"size        {format_bytes(stored)} in {len(manifest.files)} files, {checkpoint.num_boxes} boxes")
     console.line(f"config      {checkpoint.folder / manifest.config.name}")
     # The history of 8-bit numbers' scales is packed into text of up to millions of characters.
     shown = {key: "..." if len(json.dumps(value)) > 1000 else value for key, value in checkpoint.progress.items()}
@@ -118,7 +117,7 @@ def _diff(first: "Checkpoint", second: "Checkpoint", console: Console) -> int:
     from megazero.checkpoint.comparison import NONE, box_differences, metadata_differences, schema_differences
 
     lines = [*metadata_differences(first, second), *schema_differences(first, second)]
-    total = sum(len(file.boxes) for file in first.manifest.files)
+    total = first.num_boxes
     found: dict[TensorKey, ValueDifference] = {}
     for key, difference in console.track(box_differences(first, second), total=total, description="comparing"):
         found[key] = found.get(key, NONE).joined(difference)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from support.checkpoint_versions import signed, version_1
 from support.each import each
 
 from megazero.checkpoint.manifest import (
@@ -16,54 +17,53 @@ from megazero.checkpoint.manifest import (
     BoxEntry,
     ConfigEntry,
     DtypeName,
+    FileBoxes,
     FileEntry,
+    Index,
+    IndexEntry,
     Manifest,
-    RankPart,
     TensorEntry,
     dtype_bytes,
     dtype_name,
+    dump_index,
     dump_manifest,
-    dump_part,
-    layout_problems,
-    merge_parts,
+    parse_index,
     parse_manifest,
-    parse_part,
 )
 from megazero.errors import CheckpointError, DamageError
 
 HASH = "0" * 64
 WEIGHT = TensorEntry("w", "weight", (4, 3), "F32")
-MOMENT = TensorEntry("w", "exp_avg", (4, 3), "F32")
 
 
-def part(rank: int, rows: tuple[int, int], entry: TensorEntry = WEIGHT) -> RankPart:
+def boxes_of(rank: int, rows: tuple[int, int]) -> FileBoxes:
     first, last = rows
     end = 80 + (last - first) * 3 * 4
-    box = BoxEntry("w", "weight", (first, 0), (last - first, 3), 80, end, HASH)
-    return RankPart("save", (entry,), FileEntry(f"rank_{rank}.safetensors", end, 80, HASH, (box,)))
+    return FileBoxes(
+        f"rank_{rank}.safetensors", (BoxEntry("w", "weight", (first, 0), (last - first, 3), 80, end, HASH),)
+    )
 
 
-def manifest(*parts: RankPart, progress: Any = None) -> Manifest:
+INDEX = Index((boxes_of(0, (0, 1)), boxes_of(1, (1, 4))))
+
+
+def manifest(*, progress: Any = None, index: bytes | None = None, files: tuple[FileEntry, ...] = ()) -> Manifest:
     config = ConfigEntry("config.yaml", HASH)
-    both = list(parts) or [part(0, (0, 1)), part(1, (1, 4))]
-    return merge_parts(both, step=7, progress=progress or {}, config=config)
-
-
-def signed(body: dict[str, Any]) -> bytes:
-    """Return a manifest with the right hash for any content, as a hostile manifest would have."""
-    body = {key: value for key, value in body.items() if key != "sha256"}
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), **body}).encode()
+    text = dump_index(INDEX) if index is None else index
+    entry = IndexEntry("index_00000.json", len(text), hashlib.sha256(text).hexdigest(), 1, 2)
+    files = files or tuple(FileEntry(each.name, each.boxes[-1].end, 80, HASH) for each in INDEX.files)
+    return Manifest(7, {} if progress is None else progress, config, (WEIGHT,), files, (entry,))
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
     progress = {"samples": 2**70, "scale": 65536.0, "lr": 0.1 + 0.2, "name": "ü\n", "nested": [None, True, {"a": []}]}
     original = manifest(progress=progress)
-    again = parse_manifest(dump_manifest(original), source="m")
+    again, boxes = parse_manifest(dump_manifest(original), source="m")
     assert again == original
+    assert boxes is None
     assert again.progress == progress
-    assert (again.step, again.format, again.version) == (7, "megazero-checkpoint", 1)
-    assert list(layout_problems(again)) == []
+    assert (again.step, again.format, again.version) == (7, "megazero-checkpoint", 2)
+    assert parse_index(dump_index(INDEX), again, 0, source="i") == INDEX
 
 
 def test_the_documented_hash_can_be_computed_by_others() -> None:
@@ -71,8 +71,11 @@ def test_the_documented_hash_can_be_computed_by_others() -> None:
     assert signed(json.loads(text)) == json.dumps(json.loads(text)).encode()
 
 
-def test_parts_come_back_as_they_were() -> None:
-    assert parse_part(dump_part(part(3, (1, 2)))) == part(3, (1, 2))
+def test_the_first_version_is_read_into_the_same_tables() -> None:
+    old = version_1(json.loads(dump_manifest(manifest())), [json.loads(dump_index(INDEX))])
+    found, boxes = parse_manifest(signed(old), source="m")
+    assert boxes == INDEX
+    assert (found.version, found.indices, found.files) == (1, (), manifest().files)
 
 
 def test_progress_must_be_json() -> None:
@@ -82,27 +85,14 @@ def test_progress_must_be_json() -> None:
         manifest(progress={"state": object()})
 
 
-def test_ranks_that_disagree_are_named() -> None:
-    other = TensorEntry("w", "weight", (4, 3), "BF16")
-    with pytest.raises(CheckpointError, match=r"rank 1: weight of w, BF16 \[4, 3\]\n.*other ranks have .* F32"):
-        manifest(part(0, (0, 1)), part(1, (1, 4), other))
-
-
-def test_holes_and_overlaps_are_told_by_region() -> None:
-    found = [str(problem) for problem in layout_problems(manifest(part(0, (0, 2)), part(1, (1, 3))))]
-    assert len(found) == 2
-    assert "region [1:2,0:3]" in found[0] and "more than once" in found[0]
-    assert "region [3:4,0:3]" in found[1] and "nowhere" in found[1]
-
-
 def test_every_flipped_byte_is_noticed() -> None:
     text = dump_manifest(manifest(progress={"samples": 12, "text": "abc"}))
-    original = parse_manifest(text, source="m")
+    original, _ = parse_manifest(text, source="m")
     for place in range(len(text) - 1):
         damaged = bytearray(text)
         damaged[place] ^= 1
         try:
-            got = parse_manifest(bytes(damaged), source="m")
+            got, _ = parse_manifest(bytes(damaged), source="m")
         except CheckpointError:
             continue
         assert got == original, f"byte {place}"
@@ -127,8 +117,8 @@ def test_another_format_or_version_is_told_before_anything_else() -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint of megazero"):
         parse_manifest(b'{"format": "torch"}', source="m")
     body = json.loads(dump_manifest(manifest()))
-    with pytest.raises(CheckpointError, match=r"version 2\n.*cannot read(.|\n)*legal: 1"):
-        parse_manifest(signed({**body, "version": 2, "unheard": 1}), source="m")
+    with pytest.raises(CheckpointError, match=r"version 3\n.*cannot read(.|\n)*legal: 1 or 2"):
+        parse_manifest(signed({**body, "version": 3, "unheard": 1}), source="m")
 
 
 def test_an_edited_manifest_is_refused() -> None:
@@ -203,19 +193,110 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
+def old_body() -> dict[str, Any]:
+    """Return a manifest of the first version, with the boxes in it."""
+    return version_1(json.loads(dump_manifest(manifest())), [json.loads(dump_index(INDEX))])
+
+
 @each("name", HOSTILE)
-def test_a_hostile_manifest_is_refused(name: str) -> None:
+def test_a_hostile_manifest_of_the_first_version_is_refused(name: str) -> None:
     change, message = HOSTILE[name]
-    body = copy.deepcopy(json.loads(dump_manifest(manifest())))
+    body = copy.deepcopy(old_body())
     change(body)
     with pytest.raises(CheckpointError, match=message):
         parse_manifest(signed(body), source="m")
 
 
+@each("name", HOSTILE)
+def test_a_hostile_manifest_or_index_is_refused(name: str) -> None:
+    """What the first version has in its manifest lies in the manifest or in the index; either one is refused."""
+    change, message = HOSTILE[name]
+    body = old_body()
+    change(body)
+    rows = body["files"]
+    index = {"files": [{"name": row["name"], "boxes": row["boxes"]} for row in rows]}
+    text = json.dumps(index).encode()
+    entry = {"name": "index_00000.json", "num_bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    entry.update(num_tensors=len(body["tensors"]), num_boxes=sum(len(row["boxes"]) for row in rows))
+    files = [{key: value for key, value in row.items() if key != "boxes"} for row in rows]
+    version = 2 if body["version"] == 1 and type(body["version"]) is int else body["version"]
+    given = signed({**body, "version": version, "files": files, "indices": [entry]})
+    with pytest.raises(CheckpointError, match=message):
+        parse_index(text, parse_manifest(given, source="m")[0], 0, source="i")
+
+
+def _entry(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body["indices"][0].update(changes)
+
+
+HOSTILE_INDICES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "index elsewhere": (_entry(name="../index.json"), "plain file name"),
+    "index in a sub-folder": (_entry(name="ranks_00000/index.json"), "plain file name"),
+    "index that is a data file": (_entry(name="rank_0.safetensors"), "named more than once"),
+    "more tensors than there are": (_entry(num_tensors=2), "1 tensors\n.*its indices have 2"),
+    "no index": (lambda body: body.update(indices=[]), "1 tensors\n.*its indices have 0"),
+    "many indices": (lambda body: body.update(indices=body["indices"] * 200), "at most 120"),
+    "index of a terabyte": (_entry(num_bytes=2**40), "less than or equal"),
+    "other folder": (_file_name("other/rank_0.safetensors"), "plain file name"),
+    "two folders": (_file_name("ranks_00000/ranks_00000/a"), "plain file name"),
+    "hidden file in a folder": (_file_name("ranks_00000/.a"), "plain file name"),
+    "parent of a folder": (_file_name("ranks_00000/../a"), "plain file name"),
+    "folder without a file": (_file_name("ranks_00000/"), "plain file name"),
+}
+
+
+@each("name", HOSTILE_INDICES)
+def test_a_hostile_table_of_indices_is_refused(name: str) -> None:
+    change, message = HOSTILE_INDICES[name]
+    body = json.loads(dump_manifest(manifest()))
+    change(body)
+    with pytest.raises(DamageError, match=message):
+        parse_manifest(signed(body), source="m")
+
+
+def test_files_of_large_jobs_lie_in_folders_but_not_in_the_first_version() -> None:
+    body = json.loads(dump_manifest(manifest()))
+    body["files"][0]["name"] = "ranks_00012/rank_01536.safetensors"
+    assert parse_manifest(signed(body), source="m")[0].files[0].name == "ranks_00012/rank_01536.safetensors"
+    old = version_1(body, [{"files": [{"name": file["name"], "boxes": []} for file in body["files"]]}])
+    with pytest.raises(DamageError, match="plain file name"):
+        parse_manifest(signed(old), source="m")
+
+
+@each(
+    "text",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{",
+        b"\xff\xfe",
+        b'{"files": NaN}',
+        b"[" * 100_000,
+        b'{"files":' * 10_000,
+        b"\x80\x04K\x01.",
+    ],
+)
+def test_what_is_not_an_index_is_refused_by_name(text: bytes) -> None:
+    with pytest.raises(DamageError, match=r"^checkpoint error: i") as caught:
+        parse_index(text, manifest(index=text), 0, source="i")
+    assert caught.value.files == {"index_00000.json"}
+    with pytest.raises(DamageError, match="of another checkpoint"):
+        parse_index(text, manifest(), 0, source="i")
+
+
+def test_an_index_has_as_many_boxes_as_the_manifest_says() -> None:
+    text = dump_index(INDEX)
+    entry = IndexEntry("index_00000.json", len(text), hashlib.sha256(text).hexdigest(), 1, 3)
+    given = Manifest(7, {}, ConfigEntry("config.yaml", HASH), (WEIGHT,), manifest().files, (entry,))
+    with pytest.raises(DamageError, match="2 boxes"):
+        parse_index(text, given, 0, source="i")
+
+
 def test_a_checkpoint_of_another_version_is_refused_but_not_damaged() -> None:
     """A run passes over a damaged checkpoint; one that a newer megazero has saved must stay where it is."""
     body = json.loads(dump_manifest(manifest()))
-    for change, damaged in (({"version": 2}, False), ({"format": "torch"}, False), ({"version": True}, True)):
+    for change, damaged in (({"version": 3}, False), ({"format": "torch"}, False), ({"version": True}, True)):
         for text, is_damaged in (
             (signed({**body, **change}), damaged),
             (json.dumps({**body, **change}).encode(), True),
@@ -232,7 +313,7 @@ def test_a_million_tensors_are_refused_at_once() -> None:
 
 
 def test_all_problems_come_at_once_but_not_thousands() -> None:
-    body = json.loads(dump_manifest(manifest()))
+    body = old_body()
     body["files"][0]["name"] = "../x"
     body["files"][1]["boxes"][0]["parameter"] = "v"
     with pytest.raises(CheckpointError) as caught:

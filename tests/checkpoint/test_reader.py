@@ -1,16 +1,19 @@
 """Tests of loading: any layout can read what any other wrote, and every damage is reported."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.checkpoint_versions import edit_index, make_version_1, signed
 from support.sharded_state import PADDING, PARAMETERS, Layout, assert_same, blank, make_state, write_checkpoint
 
 from megazero.checkpoint.reader import Checkpoint, SavedParameter, open_checkpoint, open_complete
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, DamageError
 from megazero.parallel.param_spec import Box, ParamSpec, StateFragment
 
 LAYOUTS = st.builds(
@@ -139,7 +142,8 @@ def test_a_flipped_byte_is_named_by_file_and_box_and_its_box_is_not_copied(tmp_p
     state = make_state(kinds=("weight",))
     folder = write_checkpoint(tmp_path, state, Layout(dp=2, seed=3))
     checkpoint = open_checkpoint(folder)
-    box = next(box for box in checkpoint.manifest.files[1].boxes if box.parameter == "qkv.weight")
+    second = checkpoint.manifest.files[1]
+    box = next(box for file, box in checkpoint.boxes() if file == second and box.parameter == "qkv.weight")
     with open(folder / "rank_00001.safetensors", "r+b") as file:
         file.seek(box.end - 1)
         last = file.read(1)[0]
@@ -200,9 +204,17 @@ def test_a_data_file_that_cannot_be_read_is_an_error_not_a_crash(tmp_path: Path)
 def test_a_checkpoint_with_a_rank_missing_is_told_by_region(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, {("proj.weight", "weight"): torch.randn(5, 12)}, Layout(tp=2))
     checkpoint = open_checkpoint(folder)
-    files = checkpoint.manifest.files[:1]
-    manifest = type(checkpoint.manifest)(1, {}, checkpoint.manifest.config, checkpoint.manifest.tensors, files)
-    holed = Checkpoint(folder, manifest, "")
+    name = checkpoint.manifest.files[1].name
+
+    def without_second(table: dict[str, Any]) -> None:
+        table["files"] = [file for file in table["files"] if file["name"] != name]
+
+    edit_index(folder, without_second)
+    manifest = {**json.loads((folder / "manifest.json").read_bytes())}
+    without_second(manifest)
+    manifest["indices"][0]["num_boxes"] = 1
+    (folder / "manifest.json").write_bytes(signed(manifest))
+    holed = open_checkpoint(folder)
     with pytest.raises(CheckpointError, match=r"region \[0:5,6:12\]\n.*stored nowhere"):
         holed.read_full("proj.weight")
     assert "stored nowhere" in problems_of(holed)[0]
@@ -222,3 +234,126 @@ def test_damaged_or_missing_small_files(tmp_path: Path) -> None:
     (folder / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="latest names 'step_0000020'"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("box_bytes", [12, 1 << 20])
+def test_a_checkpoint_of_the_first_version_is_read(tmp_path: Path, box_bytes: int) -> None:
+    state = make_state()
+    folder = write_checkpoint(tmp_path, state, Layout(2, 2, seed=1), box_bytes=box_bytes, boxes_per_index=8)
+    boxes = list(open_checkpoint(folder).boxes())
+    make_version_1(folder)
+    assert not list(folder.glob("index_*"))
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.manifest.version == 1
+    assert list(checkpoint.boxes()) == boxes and checkpoint.num_boxes == len(boxes)
+    checkpoint.check_files()
+    assert problems_of(checkpoint) == []
+    wanted = Layout(3).fragments(1, state)
+    got = blank(wanted)
+    checkpoint.fill(got)
+    assert_same(got, wanted)
+    flip(folder / "rank_00001.safetensors")
+    assert "rank_00001.safetensors" in problems_of(checkpoint)[0]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def indexed(root: Path) -> tuple[Path, dict[str, str]]:
+    """Write a checkpoint with several indices; return its folder and the index of each parameter's weight."""
+    folder = write_checkpoint(root, make_state(), Layout(2, 2, seed=1), box_bytes=64, boxes_per_index=12)
+    found = {}
+    for path in folder.glob("index_*.json"):
+        for file in json.loads(path.read_bytes())["files"]:
+            found |= {box["parameter"]: path.name for box in file["boxes"] if box["kind"] == "weight"}
+    assert len(set(found.values())) > 1
+    return folder, found
+
+
+def harm(way: str, path: Path, other: Path) -> None:
+    if way == "missing":
+        path.unlink()
+    elif way == "foreign":
+        shutil.copy(other, path)
+    elif way == "leads out":
+        target = path.parent.parent / "elsewhere"
+        path.rename(target)
+        path.symlink_to(target)
+    else:
+        flip(path)
+
+
+@pytest.mark.parametrize("way", ["damaged", "missing", "foreign", "leads out"])
+def test_only_the_indices_of_wanted_tensors_are_read(tmp_path: Path, way: str) -> None:
+    state = make_state()
+    folder, index_of = indexed(tmp_path / "one")
+    other = write_checkpoint(tmp_path / "two", make_state(5), Layout(2, 2, seed=1), box_bytes=64, boxes_per_index=12)
+    bad = index_of["wte.weight"]
+    harm(way, folder / bad, other / bad)
+    checkpoint = open_checkpoint(folder)
+    sound = [name for name, index in index_of.items() if index != bad]
+    assert sound
+    for name in sound:
+        assert torch.equal(checkpoint.read_full(name), state[name, "weight"])
+    for action in (lambda: checkpoint.read_full("wte.weight"), checkpoint.check_files):
+        with pytest.raises(DamageError, match=bad) as caught:
+            action()
+        assert caught.value.files == {bad}
+    assert bad in problems_of(checkpoint)[0]
+    assert bad in str(checkpoint.damage_in({bad})[0])
+    assert checkpoint.damage_in({index_of[sound[0]]}) == []
+
+
+def test_boxes_of_several_indices_fill_a_file_and_its_header(tmp_path: Path) -> None:
+    """Each index may be right by itself, and not with the others: to verify is to compare all of them."""
+    folder, _ = indexed(tmp_path)
+    assert problems_of(open_checkpoint(folder)) == []
+
+    def drop_a_box(index: dict[str, Any]) -> None:
+        index["files"][0]["boxes"].pop()
+
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    edit_index(folder, drop_a_box)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest["indices"][0]["num_boxes"] -= 1
+    (folder / "manifest.json").write_bytes(signed(manifest))
+    text = "".join(problems_of(open_checkpoint(folder)))
+    assert "stored nowhere" in text and "back to back" in text
+
+
+def test_a_box_under_another_key_than_the_header_has_is_refused(tmp_path: Path) -> None:
+    """Two boxes of the same size that change places in an index fit in everything but the file's header."""
+    state = {("proj.weight", "weight"): torch.randn(5, 12), ("wte.weight", "weight"): torch.randn(11, 5)}
+    folder = write_checkpoint(tmp_path, state, Layout(), box_bytes=4 * 12, boxes_per_index=2)
+
+    def exchange(index: dict[str, Any]) -> None:
+        first, second = (box for box in index["files"][0]["boxes"][:2])
+        first["offset"], second["offset"] = second["offset"], first["offset"]
+
+    edit_index(folder, exchange)
+    with pytest.raises(DamageError, match=r"rank_00000.safetensors\n.*its header has"):
+        open_checkpoint(folder).read_full("proj.weight")
+
+
+def test_files_of_more_ranks_than_a_folder_holds_lie_in_sub_folders(tmp_path: Path) -> None:
+    state = make_state()
+    folder = write_checkpoint(tmp_path, state, Layout(2, 4, seed=1), boxes_per_index=12, ranks_in_folder=3)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")) == [
+        f"ranks_0000{rank // 3}/rank_0000{rank}.safetensors" for rank in range(8)
+    ]
+    assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".json", ".yaml"}
+    checkpoint = open_complete(folder)
+    assert problems_of(checkpoint) == []
+    for (name, kind), full in state.items():
+        assert torch.equal(checkpoint.read_full(name, kind), full)
+    flip(folder / "ranks_00002" / "rank_00006.safetensors")
+    assert "ranks_00002/rank_00006.safetensors" in problems_of(checkpoint)[0]
+    (folder / "ranks_00001").rename(tmp_path / "elsewhere")
+    (folder / "ranks_00001").symlink_to(tmp_path / "elsewhere")
+    assert "a link that leads out of the folder" in "".join(problems_of(open_checkpoint(folder)))
+    (folder / "ranks_00001").unlink()
+    with pytest.raises(DamageError, match=r"ranks_00001/rank_00003.safetensors\n.*cannot be read"):
+        open_checkpoint(folder).check_files()

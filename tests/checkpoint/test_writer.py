@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from support.late_communicator import LateCommunicator
 from support.processes import mesh_in_worker, run_ranks
 from support.saved_runs import ONE, OTHER
-from support.sharded_state import Layout, State, make_state, write_checkpoint
+from support.sharded_state import Layout, State, finish, make_state, write_checkpoint
 from support.thread_world import run_threads
 from support.warm_python import warm_python
 
@@ -29,10 +29,11 @@ import megazero.checkpoint
 from megazero.checkpoint.folder_lock import FolderLock, take_lock
 from megazero.checkpoint.folders import list_steps, newest
 from megazero.checkpoint.manifest import DTYPES
+from megazero.checkpoint.merging import Written, plan_indices, write_part
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.checkpoint.retention import Retention
 from megazero.checkpoint.runs import RunIdentity
-from megazero.checkpoint.writer import Draft, Saving, prepare, publish, save, write_part
+from megazero.checkpoint.writer import Draft, Saving, merge_own, prepare, save, write_data
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.errors import CheckpointError
@@ -73,6 +74,7 @@ def test_a_checkpoint_is_a_folder_of_plain_files(tmp_path: Path) -> None:
     assert list(tree(root)) == [
         "latest",
         "step_0000020/config.yaml",
+        "step_0000020/index_00000.json",
         "step_0000020/manifest.json",
         "step_0000020/rank_00000.safetensors",
     ]
@@ -98,11 +100,13 @@ def test_safetensors_reads_the_files_and_finds_every_region(tmp_path: Path) -> N
 def test_bytes_in_the_manifest_are_those_of_safetensors(tmp_path: Path) -> None:
     state = make_state()
     folder = write_checkpoint(tmp_path, state, Layout(dp=2))
-    for file in open_checkpoint(folder).manifest.files:
+    checkpoint = open_checkpoint(folder)
+    for file in checkpoint.manifest.files:
         content = (folder / file.name).read_bytes()
+        boxes = [box for where, box in checkpoint.boxes() if where == file]
         with safe_open(folder / file.name, "pt") as opened:
-            assert len(opened.keys()) == len(file.boxes)
-        for box in file.boxes:
+            assert len(opened.keys()) == len(boxes)
+        for box in boxes:
             place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.lengths, strict=True))
             expected = state[box.parameter, box.kind][place].numpy().tobytes()
             assert content[box.begin : box.end] == expected
@@ -123,7 +127,7 @@ def test_every_dtype_is_stored_bit_by_bit_and_aligned(tmp_path: Path) -> None:
         for got in (checkpoint.read_full(name), loaded[f"weight/{name}[0:7]"]):
             assert got.dtype == tensor.dtype
             assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8)), name
-    for box in checkpoint.manifest.files[0].boxes:
+    for _, box in checkpoint.boxes():
         assert box.begin % tensors[box.parameter].element_size() == 0
 
 
@@ -163,31 +167,31 @@ def test_what_killed_runs_left_goes_at_the_next_save_and_what_others_write_stays
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "step_0000010"} | stays
 
 
-def a_save_under_way(root: Path, held: ExitStack) -> tuple[Saving, Draft]:
-    """Let two ranks write their files and parts of a checkpoint that is to be published next."""
+def a_save_under_way(root: Path, held: ExitStack) -> tuple[Saving, Draft, list[Written]]:
+    """Let two ranks write their files of a checkpoint that is to be merged and published next."""
     state, draft = make_state(), Draft(root, 20, {}, "")
-    saving = prepare(draft, held)
-    for rank in range(2):
-        write_part(saving, rank, Layout(dp=2).fragments(rank, state))
-    return saving, draft
+    saving = prepare(draft, held, 2)
+    return saving, draft, [write_data(saving, rank, Layout(dp=2).fragments(rank, state)) for rank in range(2)]
 
 
 def test_a_part_of_another_save_is_not_merged(tmp_path: Path) -> None:
     with ExitStack() as held:
-        saving, draft = a_save_under_way(tmp_path, held)
-        write_part(saving._replace(save_id="another"), 1, Layout(dp=2).fragments(1, make_state()))
+        saving, _, written = a_save_under_way(tmp_path, held)
+        plan = plan_indices([each.report(rank, 2) for rank, each in enumerate(written)])
+        for save_id, each in zip((saving.save_id, "another"), written, strict=True):
+            write_part(Path(saving.folder), save_id, each, plan)
         with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors\.json: save another\n.*another save"):
-            publish(saving, draft, 2)
+            merge_own(saving, plan, 0)
     assert not list(tmp_path.glob("step_*")) and not (tmp_path / "latest").exists()
 
 
 def test_a_file_that_was_altered_after_its_rank_wrote_it_is_not_published(tmp_path: Path) -> None:
     with ExitStack() as held:
-        saving, draft = a_save_under_way(tmp_path, held)
+        saving, draft, written = a_save_under_way(tmp_path, held)
         with open(Path(saving.folder) / "rank_00001.safetensors", "ab") as file:
             file.write(b"x")
         with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors: \d+ bytes\n.*altered"):
-            publish(saving, draft, 2)
+            finish(saving, draft, written)
     assert not list(tmp_path.glob("step_*"))
 
 

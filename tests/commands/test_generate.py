@@ -191,7 +191,7 @@ def test_what_one_process_finds_damaged_is_told_once(tmp_path: Path) -> None:
     save(tmp_path, tp=1)
     checkpoint = open_checkpoint(tmp_path)
     (file,) = checkpoint.manifest.files
-    (box,) = [box for box in file.boxes if box.parameter == "final_norm.weight"]
+    (box,) = [box for _, box in checkpoint.boxes() if box.parameter == "final_norm.weight"]
     with (checkpoint.folder / file.name).open("r+b") as stream:
         stream.seek(box.begin)
         stream.write(b"\x01")

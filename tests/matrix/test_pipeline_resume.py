@@ -110,8 +110,7 @@ def check_words(root: Path, step: int) -> None:
         rows, width = entry.shape
         stored = [
             (box.offset[0] + row, box.offset[1] + column)
-            for file in checkpoint.manifest.files
-            for box in file.boxes
+            for _, box in checkpoint.boxes()
             if (box.parameter, box.kind) == (entry.parameter, entry.kind)
             for row in range(box.lengths[0])
             for column in range(box.lengths[1])

@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.folders import RANKS_IN_FOLDER
+from megazero.checkpoint.merging import BOXES_PER_INDEX, Written, part_path, plan_indices, write_part
 from megazero.checkpoint.state import TrainState
-from megazero.checkpoint.writer import Draft, prepare, publish, write_part
+from megazero.checkpoint.writer import Draft, Saving, merge_own, prepare, publish, write_data
 from megazero.optim.loss_scaler import LossScale
 from megazero.parallel.param_spec import ParamSpec, StateFragment, StateKind
 
@@ -113,12 +115,29 @@ def write_checkpoint(
     *,
     step: int = 20,
     box_bytes: int = 1 << 20,
+    boxes_per_index: int = BOXES_PER_INDEX,
+    ranks_in_folder: int = RANKS_IN_FOLDER,
 ) -> Path:
     """Write a checkpoint of `state` as the ranks of `layout` would, one after the other in the calling process."""
     progress = TrainState(LossScale(1.0), step, step, step).to_json()
     draft = Draft(root, step, progress, "seed: 1\n")
     with ExitStack() as held:
-        saving = prepare(draft, held)
-        for rank in range(layout.size):
-            write_part(saving, rank, layout.fragments(rank, state), box_bytes=box_bytes)
-        return root / publish(saving, draft, layout.size)
+        saving = prepare(draft, held, layout.size, ranks_in_folder=ranks_in_folder)
+        written = [
+            write_data(saving, rank, layout.fragments(rank, state), box_bytes=box_bytes) for rank in range(layout.size)
+        ]
+        return root / finish(saving, draft, written, boxes_per_index=boxes_per_index)
+
+
+def finish(saving: Saving, draft: Draft, written: list[Written], *, boxes_per_index: int = BOXES_PER_INDEX) -> str:
+    """Take the steps of a save that come after the data, for all ranks in turn, and return the folder's name."""
+    size, folder = len(written), Path(saving.folder)
+    reports = [each.report(rank, size) for rank, each in enumerate(written)]
+    plan = plan_indices(reports, boxes_per_index=boxes_per_index)
+    for each in written:
+        write_part(folder, saving.save_id, each, plan)
+    for rank in range(size):
+        merge_own(saving, plan, rank)
+    for each in written:
+        part_path(folder / each.file.name).unlink()
+    return publish(saving, draft, plan)
