@@ -1,5 +1,6 @@
 """Tests of loading: any layout can read what any other wrote, and every damage is reported."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -324,8 +325,13 @@ def test_boxes_of_several_indices_fill_a_file_and_its_header(tmp_path: Path) -> 
     assert "stored nowhere" in text and "back to back" in text
 
 
-def test_a_box_under_another_key_than_the_header_has_is_refused(tmp_path: Path) -> None:
-    """Two boxes of the same size that change places in an index fit in everything but the file's header."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_box_under_another_key_than_the_header_has_is_refused(tmp_path: Path, number: int) -> None:
+    """Two boxes of the same size that change places in an index fit in everything but the file's header.
+
+    That is seen too where the header has been compared with another index before.
+    """
+    exchanged, other = ("proj.weight", "wte.weight")[:: 1 - 2 * number]
     state = {("proj.weight", "weight"): torch.randn(5, 12), ("wte.weight", "weight"): torch.randn(11, 5)}
     folder = write_checkpoint(tmp_path, state, Layout(), box_bytes=4 * 12, boxes_per_index=2)
 
@@ -333,9 +339,25 @@ def test_a_box_under_another_key_than_the_header_has_is_refused(tmp_path: Path) 
         first, second = (box for box in index["files"][0]["boxes"][:2])
         first["offset"], second["offset"] = second["offset"], first["offset"]
 
-    edit_index(folder, exchange)
+    edit_index(folder, exchange, number)
+    checkpoint = open_checkpoint(folder)
+    assert torch.equal(checkpoint.read_full(other), state[other, "weight"])
     with pytest.raises(DamageError, match=r"rank_00000.safetensors\n.*its header has"):
-        open_checkpoint(folder).read_full("proj.weight")
+        checkpoint.read_full(exchanged)
+
+
+def test_a_header_with_more_than_the_indices_have_is_told(tmp_path: Path) -> None:
+    folder, _ = indexed(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    entry = manifest["files"][0]
+    content = (folder / entry["name"]).read_bytes()
+    metadata = b'"__metadata__":{"format":"pt"}'
+    changed = content.replace(metadata, b'"more":{"dtype":"F32"}'.ljust(len(metadata)), 1)
+    assert changed != content
+    entry["header_sha256"] = hashlib.sha256(changed[: entry["header_bytes"]]).hexdigest()
+    (folder / entry["name"]).write_bytes(changed)
+    (folder / "manifest.json").write_bytes(signed(manifest))
+    assert "its header has {'dtype': 'F32'} for more, the index None" in "".join(problems_of(open_checkpoint(folder)))
 
 
 def test_files_of_more_ranks_than_a_folder_holds_lie_in_sub_folders(tmp_path: Path) -> None:
