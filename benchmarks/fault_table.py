@@ -71,9 +71,9 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/checkpoint/test_writer.py",),
     ),
     Fault(
-        "checkpoint/writer.py",
+        "checkpoint/merging.py",
         "parts of another save are merged",
-        "if part.save_id != saving.save_id:",
+        "if head.save_id != save_id:",
         "if False:",
         ("tests/checkpoint/test_writer.py",),
     ),

@@ -53,10 +53,10 @@ class Recording:
         self._note(tensor)
         return self._inner.all_reduce(tensor)
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         self._note(input)
         assert output.untyped_storage()._cdata == input.untyped_storage()._cdata
-        return self._inner.reduce_scatter_into(output, input)
+        return self._inner.reduce_scatter_into(output, input, key)
 
     def _note(self, tensor: Tensor) -> None:
         arenas = {"kept": self._kept, "buckets": self._reducer.bucket_arena}

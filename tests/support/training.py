@@ -324,11 +324,11 @@ class _Wrong:
     def __getattr__(self, name: str) -> Any:
         return self._go_wrong if name == self._call else getattr(self._inner, name)
 
-    def _go_wrong(self, *args: Any) -> Any:
+    def _go_wrong(self, *args: Any, **options: Any) -> Any:
         self._calls += 1
         if self._calls == 3:
             args = self._changed(args)
-        return getattr(self._inner, self._call)(*args)
+        return getattr(self._inner, self._call)(*args, **options)
 
     def _changed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments with a changed tensor.

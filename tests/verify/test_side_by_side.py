@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,11 +77,11 @@ class Tampered:
     def __getattr__(self, name: str) -> Any:
         return self._call if name == self._method else getattr(self._inner, name)
 
-    def _call(self, *arguments: Any) -> Any:
+    def _call(self, *arguments: Any, **options: Any) -> Any:
         if arguments[1:] in (("max",), ("min",)):
             return self._inner.all_reduce(*arguments)
         self._count += 1
-        method = getattr(self._inner, self._method)
+        method = partial(getattr(self._inner, self._method), **options)
         return self._change(method, *arguments) if self._calls(self._count) else method(*arguments)
 
 

@@ -268,9 +268,9 @@ def launch_order(rank: int, order: tuple[str, ...]) -> list[int]:
     inner = reducer._communicator
 
     class Recording:
-        def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+        def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
             launched.append(float(input[-1] if input[-1] != 0 else input[24]))
-            return inner.reduce_scatter_into(output, input)
+            return inner.reduce_scatter_into(output, input, key)
 
     reducer._communicator = Recording()
     parameters = dict(model.named_parameters())
