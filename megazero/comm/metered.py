@@ -3,8 +3,8 @@
 Bytes are those that one rank has to send when the algorithm is bandwidth-optimal, which ZeRO's formulas count (section
 7): with n ranks and a whole tensor of N bytes, all-gather, reduce-scatter and all-to-all N (n-1)/n, all-reduce twice
 that, broadcast and send N.  The backends used here send just that (gloo's ring all-reduce, the messages in
-`process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.  Copies of offloaded state
-between the device and host memory are counted beside them.
+`process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.  Those that go to another node
+are counted apart (`links.py`).  Copies of offloaded state between the device and host memory are counted beside them.
 
 The same calls are written to the flight record, from which a fault is reported (`flight_record.py`).
 """
@@ -19,14 +19,16 @@ from torch import Tensor
 
 from megazero.comm.flight_record import Begun, FlightRecord
 from megazero.comm.interface import Collective, Communicator, FileTransfer, HostTransfer, ReduceKind, Work
+from megazero.comm.links import Links
 
 
 @dataclass
 class Count:
-    """The calls of one collective on one axis, and the bytes that this rank sent for them."""
+    """The calls of one collective on one axis, the bytes that this rank sent for them, and those to other nodes."""
 
     calls: int = 0
     nbytes: int = 0
+    across: int = 0
 
 
 class Meter:
@@ -41,10 +43,14 @@ class Meter:
         self.flight = FlightRecord()
         self._counts: defaultdict[tuple[str, Collective | HostTransfer | FileTransfer], Count] = defaultdict(Count)
 
-    def record(self, axis: str, collective: Collective | HostTransfer | FileTransfer, nbytes: int) -> None:
+    def record(
+        self, axis: str, collective: Collective | HostTransfer | FileTransfer, nbytes: int, across: int = 0
+    ) -> None:
+        """Count a call, its bytes, and how many of them go to other nodes."""
         count = self._counts[axis, collective]
         count.calls += 1
         count.nbytes += nbytes
+        count.across += across
 
     def count(self, axis: str, collective: Collective | HostTransfer | FileTransfer) -> Count:
         """Return calls and bytes so far; zeros when there were none."""
@@ -57,6 +63,14 @@ class Meter:
             table.setdefault(axis, {})[collective] = count.nbytes
         return table
 
+    def bytes_across_nodes(self) -> dict[str, dict[str, int]]:
+        """Return {axis: {collective: bytes}} of what went to other nodes, without what did not."""
+        table: dict[str, dict[str, int]] = {}
+        for (axis, collective), count in sorted(self._counts.items()):
+            if count.across:
+                table.setdefault(axis, {})[collective] = count.across
+        return table
+
     def reset(self) -> None:
         self._counts.clear()
 
@@ -64,14 +78,16 @@ class Meter:
 class MeteredCommunicator:
     """A communicator whose traffic is recorded by a meter, and by its flight record where there are other ranks.
 
-    key: the name of this communicator in the flight record; by default that of its axis.
+    key: the name of this communicator in the flight record; by default that of its axis.  links: those that its
+    messages take; None: all of them stay inside the node.
     """
 
-    def __init__(self, inner: Communicator, axis: str, meter: Meter, key: str = "") -> None:
+    def __init__(self, inner: Communicator, axis: str, meter: Meter, key: str = "", links: Links | None = None) -> None:
         self._inner = inner
         self._axis = axis
         self._meter = meter
         self._key = key or axis
+        self._links = links
         self._number = 0
         self.size = inner.size
         self.rank = inner.rank
@@ -101,7 +117,7 @@ class MeteredCommunicator:
         return self._noted(begun, self._inner.broadcast(tensor, source))
 
     def send(self, tensor: Tensor, to: int) -> Work:
-        begun = self._record("send", tensor)
+        begun = self._record("send", tensor, to)
         return self._noted(begun, self._inner.send(tensor, to))
 
     def receive_into(self, tensor: Tensor, source: int) -> Work:
@@ -115,9 +131,11 @@ class MeteredCommunicator:
         else:
             _NotedWork(_Call(self._inner.barrier), begun, self._meter).wait()
 
-    def _record(self, collective: Collective, whole: Tensor) -> Begun | None:
+    def _record(self, collective: Collective, whole: Tensor, to: int | None = None) -> Begun | None:
         nbytes = whole.numel() * whole.element_size()
-        self._meter.record(self._axis, collective, sent_bytes(collective, nbytes, self.size))
+        sent = sent_bytes(collective, nbytes, self.size)
+        across = 0 if self._links is None else self._links.across(collective, sent, to)
+        self._meter.record(self._axis, collective, sent, across)
         return self._begin(collective, nbytes)
 
     def _begin(self, collective: str, nbytes: int) -> Begun | None:

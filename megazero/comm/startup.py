@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeo
 from megazero.comm.gpu_environment import defaults_line, missing_defaults
 from megazero.comm.groups import Limits, Split, gloo_maker, make_groups, shard_keys, splits
 from megazero.comm.interface import Communicator
+from megazero.comm.links import Links
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import (
     ACROSS_GATHERING,
@@ -33,6 +34,7 @@ from megazero.console import Console
 from megazero.errors import Problem, TopologyError
 from megazero.memory.lease import NO_SCRATCH, Scratch
 from megazero.parallel.launch import Launch
+from megazero.parallel.nodes import Nodes
 from megazero.parallel.threads import share_of_cores
 from megazero.parallel.topology import ACROSS, AXES, ENDS, INSIDE, REPLICAS, SECONDARY, SHARDS, WORLD, Topology
 
@@ -134,6 +136,7 @@ def make_mesh(
     join_minutes: float | None = None,
     meter: Meter | None = None,
     wires: Wires = PLAIN,
+    nodes: Nodes | None = None,
 ) -> Mesh:
     """Make a metered communicator per axis, a second data-parallel one for parameters, and the pipeline's channels.
 
@@ -142,7 +145,7 @@ def make_mesh(
     timeout_minutes: how long a collective may wait on an axis that has groups of its own, the same as for `join`
     (torch doesn't pass it on); None: the backend's default.  join_minutes: how long ranks may take to make the groups;
     by default the same.  meter: counts the traffic; by default one of the mesh's own.  wires: how what ZeRO gathers and
-    sums up travels.
+    sums up travels.  nodes: those that the ranks are on; None: one.
     """
     limits = Limits(*(None if limit is None else timedelta(minutes=limit) for limit in (timeout_minutes, join_minutes)))
     meter = meter or Meter()
@@ -150,55 +153,66 @@ def make_mesh(
     if topology.world_size > 1:
         groups[WORLD] = default_group()
     axes = {axis: axis for axis in (*AXES, ENDS, WORLD)} | dict.fromkeys(channel_keys(topology.pp), "pp")
+    links = {
+        axis: links_of(nodes, topology.group_of(rank, axis), rank, groups.get(axis)) for axis in set(axes.values())
+    }
     communicators: dict[str, Communicator] = {
-        key: MeteredCommunicator(_communicator(groups.get(key), scratch), axis, meter, key)
+        key: MeteredCommunicator(_communicator(groups.get(key), scratch), axis, meter, key, links[axis])
         for key, axis in axes.items()
         if axis != "dp"
     }
     both = data_parallel(groups.get("dp"), groups.get(GATHERING), scratch)
     for key, communicator in zip(("dp", GATHERING), both, strict=True):
-        communicators[key] = MeteredCommunicator(communicator, "dp", meter, key)
-    communicators |= _of_shards(communicators, topology, wires, groups, scratch, meter)
+        communicators[key] = MeteredCommunicator(communicator, "dp", meter, key, links["dp"])
+    communicators |= _of_shards(communicators, topology, rank, wires, groups, scratch, meter, nodes)
     if topology.world_size > 1 and not carries_cpu_tensors(default_group()):
         group = gloo_maker(limits).make(Split(CONTROL, WORLD, topology.groups(WORLD)), rank)
-        communicators[CONTROL] = MeteredCommunicator(_communicator(group, NO_SCRATCH), WORLD, meter, CONTROL)
+        control = links_of(nodes, range(topology.world_size), rank, group)
+        communicators[CONTROL] = MeteredCommunicator(_communicator(group, NO_SCRATCH), WORLD, meter, CONTROL, control)
     mesh = Mesh(topology, rank, device, communicators, meter)
     _connect_stages(mesh)
     return mesh
 
 
-def divide_data_axis(mesh: Mesh, topology: Topology, wires: Wires, scratch: Scratch, limits: Limits) -> Mesh:
+def divide_data_axis(
+    mesh: Mesh, topology: Topology, wires: Wires, scratch: Scratch, limits: Limits, nodes: Nodes | None = None
+) -> Mesh:
     """Return the mesh with its data-parallel axis divided as in `topology`, and with these wires.
 
     A collective call of all ranks of the job, which are those of the mesh; its own axis is not divided yet.
+    nodes: those that the ranks are on; None: one.
     """
     keys = shard_keys(topology)
     groups = make_groups([split for split in splits(topology) if split.key in keys], mesh.rank, mesh.device, limits)
-    parts = _of_shards(mesh.communicators, topology, wires, groups, scratch, mesh.meter)
+    parts = _of_shards(mesh.communicators, topology, mesh.rank, wires, groups, scratch, mesh.meter, nodes)
     return replace(mesh, topology=topology, communicators={**mesh.communicators, **parts})
 
 
 def _of_shards(
     whole: Mapping[str, Communicator],
     topology: Topology,
+    rank: int,
     wires: Wires,
     groups: Mapping[str, dist.ProcessGroup | None],
     scratch: Scratch,
     meter: Meter,
+    nodes: Nodes | None,
 ) -> dict[str, Communicator]:
     """Return the communicators of the parts of the data-parallel axis, metered, and stacked as the wires have it.
 
     whole: those of the mesh, which stand for a part that is all of the axis.
     """
     made: dict[str, Communicator] = {}
+    axes = [axis for axis in (SHARDS, INSIDE, ACROSS, REPLICAS, SECONDARY) if groups.get(axis) is not None]
+    links = {axis: links_of(nodes, topology.group_of(rank, axis), rank, groups[axis]) for axis in axes}
     for first, second in ((SHARDS, SHARD_GATHERING), (INSIDE, INSIDE_GATHERING), (ACROSS, ACROSS_GATHERING)):
         if groups.get(first) is not None:
             both = data_parallel(groups.get(first), groups.get(second), scratch)
             for key, communicator in zip((first, second), both, strict=True):
-                made[key] = MeteredCommunicator(communicator, first, meter, key)
+                made[key] = MeteredCommunicator(communicator, first, meter, key, links[first])
     for axis in (REPLICAS, SECONDARY):
         if groups.get(axis) is not None:
-            made[axis] = MeteredCommunicator(_communicator(groups[axis], scratch), axis, meter)
+            made[axis] = MeteredCommunicator(_communicator(groups[axis], scratch), axis, meter, axis, links[axis])
     if topology.replicas > 1 and topology.size(SHARDS) == 1:
         made |= dict.fromkeys((SHARDS, SHARD_GATHERING), LocalCommunicator())
     return made | stack(wires, plain_parts(topology, {**whole, **made}), scratch)
@@ -216,6 +230,14 @@ def plain_parts(topology: Topology, made: Mapping[str, Communicator]) -> dict[st
         for key, shards in zip(keys, (SHARDS, SHARD_GATHERING), strict=True):
             found.setdefault(key, found[shards] if whole else LocalCommunicator())
     return found
+
+
+def links_of(nodes: Nodes | None, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> Links | None:
+    """Return the links of a group; None if its ranks are on one node.  nodes: those of all ranks; None: one."""
+    if nodes is None or nodes.count == 1 or group is None:
+        return None
+    places = nodes.of_all(ranks)
+    return Links(places, ranks.index(rank), exchanges=group.name() == "gloo") if len(set(places)) > 1 else None
 
 
 def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:

@@ -28,6 +28,9 @@ def joined(launch: Launch, layout: Topology, device: torch.device, *, timeout_mi
         with reported_faults(store, meter.flight, job):
             # Nothing here is reduced and scattered, so no scratch memory is needed.
             scratch = FusedBuffers(0, device)
-            yield make_mesh(layout, launch.rank, device, scratch, timeout_minutes=timeout_minutes, meter=meter)
+            limit = timeout_minutes
+            yield make_mesh(
+                layout, launch.rank, device, scratch, timeout_minutes=limit, meter=meter, nodes=launch.nodes
+            )
     finally:
         destroy_process_groups()

@@ -35,7 +35,12 @@ class Nodes:
 
     def of(self, rank: int) -> int:
         """Return the node that `rank` is on, counted from 0."""
-        return bisect.bisect_right(list(itertools.accumulate(self.ranks_per_node)), rank)
+        return self.of_all([rank])[0]
+
+    def of_all(self, ranks: Iterable[int]) -> list[int]:
+        """Return the node that each of these ranks is on."""
+        ends = list(itertools.accumulate(self.ranks_per_node))
+        return [bisect.bisect_right(ends, rank) for rank in ranks]
 
     def ranks(self, node: int) -> range:
         """Return the ranks on a node."""
@@ -44,8 +49,7 @@ class Nodes:
 
     def touched_by(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the nodes that these ranks are on, in order."""
-        ends = list(itertools.accumulate(self.ranks_per_node))
-        return tuple(sorted({bisect.bisect_right(ends, rank) for rank in ranks}))
+        return tuple(sorted(set(self.of_all(ranks))))
 
     def describe(self) -> str:
         """Return the nodes as text: `2 nodes of 8 ranks`, `3 nodes of 8(x2),4 ranks`."""

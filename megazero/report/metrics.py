@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megazero.config.model import ModelConfig
 from megazero.report.part_times import PartTimes
+from megazero.units import format_bytes
 
 # exp(20) is 485 million: beyond it a perplexity has no meaning.
 MAX_LOG_PERPLEXITY = 20.0
@@ -77,7 +78,8 @@ class RankMetrics:
 
     model_state_bytes: {"parameters" | "gradients" | "master" | "moments": bytes} on the device.
     host_state_bytes, file_state_bytes: the same in host memory, and in files.
-    comm_bytes: {axis: {collective: bytes}}.  ledger: `StepLedger.to_json`, empty without a ledger.
+    comm_bytes: {axis: {collective: bytes}}.  bytes_across_nodes: those of them that went to other nodes.
+    ledger: `StepLedger.to_json`, empty without a ledger.
     data_wait_seconds: the time that this rank waited for its batch.
     device_memory_bytes: `StepMemory.device_bytes`, empty on a CPU.
     """
@@ -90,6 +92,23 @@ class RankMetrics:
     device_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     host_state_bytes: Mapping[str, int] = field(default_factory=dict)
     file_state_bytes: Mapping[str, int] = field(default_factory=dict)
+    bytes_across_nodes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def traffic_line(sent: Mapping[str, Mapping[str, int]], across: Mapping[str, Mapping[str, int]]) -> str:
+    """Return a rank's traffic by axis and by link as text; "" if nothing went to other nodes.
+
+    sent, across: `RankMetrics.comm_bytes` and `bytes_across_nodes`.
+    """
+    if not across:
+        return ""
+    totals = {axis: sum(by_collective.values()) for axis, by_collective in sent.items()}
+    parts = (
+        f"{axis} {format_bytes(total)} ({format_bytes(sum(across.get(axis, {}).values()))} to other nodes)"
+        for axis, total in totals.items()
+        if total and axis not in ("host", "file")
+    )
+    return f"sent by this rank in the first step: {', '.join(parts)}"
 
 
 @dataclass(frozen=True)

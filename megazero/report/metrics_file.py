@@ -141,6 +141,8 @@ def _rank_record(rank: int, figures: RankMetrics) -> dict[str, Any]:
         "comm_bytes": {axis: dict(by_collective) for axis, by_collective in figures.comm_bytes.items()},
         "data_wait_seconds": figures.data_wait_seconds,
     }
+    if figures.bytes_across_nodes:
+        record["bytes_across_nodes"] = {axis: dict(sent) for axis, sent in figures.bytes_across_nodes.items()}
     if any(figures.host_state_bytes.values()):
         record["host_state_bytes"] = dict(figures.host_state_bytes)
     if any(figures.file_state_bytes.values()):

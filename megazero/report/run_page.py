@@ -155,14 +155,26 @@ def _memory(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _traffic(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the most bytes that any rank sent by each collective of each axis."""
+    """Return a table of the most bytes that any rank sent by each collective of each axis, and to other nodes."""
+    most = _most_sent(rank["comm_bytes"] for rank in ranks)
+    across = _most_sent(rank.get("bytes_across_nodes", {}) for rank in ranks)
+    head = ["axis", "collective", "sent by a rank in a step, at most", *(["to other nodes, at most"] if across else [])]
+    rows = [
+        (key[0], key[1].replace("_", " "), *(format_bytes(table.get(key, 0)) for table in (most, across) if table))
+        for key, sent in most.items()
+        if sent
+    ]
+    return _table(head, rows) if rows else ""
+
+
+def _most_sent(tables: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[tuple[str, str], int]:
+    """Return {(axis, collective): the most bytes that any rank sent}."""
     most: dict[tuple[str, str], int] = {}
-    for rank in ranks:
-        for axis, sent in rank["comm_bytes"].items():
+    for table in tables:
+        for axis, sent in table.items():
             for collective, nbytes in sent.items():
                 most[axis, collective] = max(most.get((axis, collective), 0), nbytes)
-    rows = [(axis, name.replace("_", " "), format_bytes(sent)) for (axis, name), sent in most.items() if sent]
-    return _table(("axis", "collective", "sent by a rank in a step, at most"), rows) if rows else ""
+    return most
 
 
 def _layout(story: RunStory) -> str:

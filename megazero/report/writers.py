@@ -236,6 +236,7 @@ class TrackerWriter:
         if self._config.log_memory_to_tensorboard and ranks:
             scalars.update(_memory_scalars(ranks))
         scalars.update(ledger_scalars([figures.ledger for figures in ranks]))
+        scalars.update(_link_scalars(ranks))
         memory = [StepMemory(figures.peak_memory_bytes, figures.device_memory_bytes) for figures in ranks]
         scalars.update(device_memory_scalars(memory))
         return scalars
@@ -257,6 +258,20 @@ def _training_scalars(metrics: StepMetrics, world_size: int) -> dict[str, float]
         "speed/world-size": world_size,
     }
     return scalars if metrics.skipped else scalars | {"loss/train": metrics.loss}
+
+
+def _link_scalars(ranks: Sequence[RankMetrics]) -> dict[str, float]:
+    """Return the most bytes that a rank sent inside its node, and to others; none where nothing left a node."""
+    rows = [(_total(rank.comm_bytes), _total(rank.bytes_across_nodes)) for rank in ranks]
+    if not any(across for _, across in rows):
+        return {}
+    most_inside, most_across = max(sent - across for sent, across in rows), max(across for _, across in rows)
+    return {"traffic/inside-nodes": most_inside, "traffic/across-nodes": most_across}
+
+
+def _total(table: Mapping[str, Mapping[str, int]]) -> int:
+    """Return the bytes of a table of traffic, without copies to host memory and files."""
+    return sum(sum(row.values()) for axis, row in table.items() if axis not in ("host", "file"))
 
 
 def _memory_scalars(ranks: Sequence[RankMetrics]) -> dict[str, float]:

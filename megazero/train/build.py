@@ -375,6 +375,7 @@ def assemble(
         join_minutes=derived.join_limit_minutes(config.limits),
         meter=meter,
         wires=wires(config.zero),
+        nodes=launch.nodes,
     )
     lock = _lock(config, mesh, console)
     try:

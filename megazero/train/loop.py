@@ -26,7 +26,7 @@ from megazero.optim.schedules import LearningRate
 from megazero.pipeline.trace import SpanRow
 from megazero.report.device_memory import MemoryReport, StepMemory
 from megazero.report.ledger_report import LedgerReport
-from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
+from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics, traffic_line
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.step_profile import StepProfile
 from megazero.report.stragglers import OwnTime, StragglerReport
@@ -119,6 +119,7 @@ class _PendingStep(NamedTuple):
     seconds: float
     timers: Timings
     comm_bytes: Mapping[str, Mapping[str, int]]
+    bytes_across_nodes: Mapping[str, Mapping[str, int]]
     memory: StepMemory
     ledger: Mapping[str, Any]
     spans: Sequence[SpanRow] | None
@@ -261,6 +262,7 @@ class _Loop:
                 seconds,
                 timers.take(),
                 meter.bytes_by_axis(),
+                meter.bytes_across_nodes(),
                 memory,
                 ledger,
                 spans,
@@ -306,6 +308,9 @@ class _Loop:
             ranks = self._rank_metrics(pending) if gathers else []
             for writer in self._run.reporting.writers:
                 writer.step(metrics, ranks)
+            traffic = traffic_line(pending.comm_bytes, pending.bytes_across_nodes)
+            if traffic and pending.iteration == self._first_iteration:
+                self._run.reporting.console.line(traffic)
             for report in (self._run.reporting.pipeline, self._run.reporting.ledger):
                 if (picture := report.take_picture()) is not None:
                     for writer in self._run.reporting.writers:
@@ -348,6 +353,7 @@ class _Loop:
             host_state_bytes=asdict(self._context.engine.model_state_bytes(Home.HOST)),
             file_state_bytes=asdict(self._context.engine.model_state_bytes(Home.FILE)),
             comm_bytes=pending.comm_bytes,
+            bytes_across_nodes=pending.bytes_across_nodes,
             ledger=pending.ledger,
             data_wait_seconds=pending.data_wait_seconds,
             device_memory_bytes=pending.memory.device_bytes,

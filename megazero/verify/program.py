@@ -57,6 +57,7 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
                 join_minutes=joining,
                 meter=meter,
                 wires=wires(exact(config.zero)),
+                nodes=launch.nodes,
             )
             return verify(config, mesh, buffers, inputs, steps=steps, print_line=Console(launch.rank).line)
     finally:

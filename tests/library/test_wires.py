@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.comm.codec import BlockCodec
 from megazero.library.engine import DataParallelEngine
+from megazero.parallel.nodes import Nodes
 
 WIDTH, SAMPLES, NODES, INSIDE = 24, 8, 2, 2
 RANKS = NODES * INSIDE
@@ -22,6 +23,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, 3))
 
 
+LARGE = ("all_gather", "reduce_scatter", "all_to_all")
 ADAMW = {"type": "AdamW", "lr": 0.01, "params": {"weight_decay": 0.1}}
 
 
@@ -35,7 +37,8 @@ def start(rank: int, model: nn.Module, config: dict[str, Any]) -> DataParallelEn
     job = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank % INSIDE, "LOCAL_WORLD_SIZE": INSIDE}
     job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     with patch.dict(os.environ, {name: str(value) for name, value in job.items()}):
-        return megazero.initialize(model, config, mesh=mesh_in_worker(rank, dp=RANKS))
+        nodes = Nodes((INSIDE,) * NODES)
+        return megazero.initialize(model, config, mesh=mesh_in_worker(rank, dp=RANKS, nodes=nodes))
 
 
 def take_step(engine: DataParallelEngine, step: int) -> float:
@@ -49,20 +52,27 @@ def take_step(engine: DataParallelEngine, step: int) -> float:
     return total.item() / RANKS
 
 
-def sent(rank: int, zero: dict[str, Any]) -> tuple[dict[str, dict[str, int]], list[int]]:
-    """Return the bytes that a rank sends in a step, by axis and collective, and the elements of the buckets."""
+Traffic = dict[str, dict[str, int]]  # {axis: {collective: bytes}}
+
+
+def sent(rank: int, zero: dict[str, Any]) -> tuple[Traffic, list[int], int]:
+    """Return the bytes that a rank sends in a step, the elements of the buckets, and the bytes that cross nodes.
+
+    Those that cross are without scalars.
+    """
     engine = make_engine(rank, **zero)
     for step in range(2):
         take_step(engine, step)
     engine.mesh.meter.reset()
     take_step(engine, 2)
     buckets = [bucket.numel for section in engine.zero_engine.layout.sections for bucket in section.buckets]
-    found = engine.mesh.meter.bytes_by_axis()
+    meter = engine.mesh.meter
+    found, across = meter.bytes_by_axis(), meter.bytes_across_nodes()
     engine.close()
-    return found, buckets
+    return found, buckets, sum(nbytes for row in across.values() for name, nbytes in row.items() if name in LARGE)
 
 
-def on_each_rank(**zero: Any) -> tuple[dict[str, dict[str, int]], list[int]]:
+def on_each_rank(**zero: Any) -> tuple[Traffic, list[int], int]:
     """Return what every rank sends alike."""
     results = run_ranks(RANKS, sent, zero)
     assert all(result == results[0] for result in results)
@@ -71,13 +81,15 @@ def on_each_rank(**zero: Any) -> tuple[dict[str, dict[str, int]], list[int]]:
 
 @pytest.mark.gloo
 def test_what_crosses_between_nodes() -> None:
-    plain, buckets = on_each_rank()
+    plain, buckets, crossed = on_each_rank()
     psi, gathered, reduced = sum(buckets), plain["dp"]["all_gather"], plain["dp"]["reduce_scatter"]
     assert reduced == 4 * psi * (RANKS - 1) // RANKS
     in_backward = gathered - reduced  # parameters are as many bytes as gradients, and a forward gathers all
     assert 0 < in_backward <= reduced
+    to_others = RANKS - INSIDE  # of the RANKS - 1 messages of an exchange
+    assert crossed == (gathered + reduced) * to_others // (RANKS - 1)
 
-    hops, _ = on_each_rank(hierarchical_collectives=True)
+    hops, _, in_hops = on_each_rank(hierarchical_collectives=True)
     share = {"dp_across": NODES - 1, "dp_inside": NODES * (INSIDE - 1)}  # of the slices of a rank
     for axis, slices in share.items():
         assert hops[axis] == {
@@ -85,27 +97,32 @@ def test_what_crosses_between_nodes() -> None:
             "reduce_scatter": reduced * slices // (RANKS - 1),
         }
     assert not hops.get("dp", {}).keys() & {"all_gather", "reduce_scatter"}
+    assert in_hops == sum(hops["dp_across"].values()) == crossed // INSIDE
 
-    gathers, _ = on_each_rank(mics_hierarchical_params_gather=True)
+    gathers, _, in_gathers = on_each_rank(mics_hierarchical_params_gather=True)
     assert gathers["dp_across"] == {"all_gather": gathered // (RANKS - 1)}
     assert gathers["dp"]["reduce_scatter"] == reduced
+    assert in_gathers == gathers["dp_across"]["all_gather"] + reduced * to_others // (RANKS - 1)
 
-    secondary, _ = on_each_rank(zero_hpz_partition_size=INSIDE)
+    secondary, _, in_secondary = on_each_rank(zero_hpz_partition_size=INSIDE)
     assert secondary["dp"]["all_gather"] == reduced  # a forward's only
     assert secondary["dp_secondary"] == {"all_gather": in_backward * RANKS // (RANKS - 1) * (INSIDE - 1) // INSIDE}
+    assert in_secondary == 2 * reduced * to_others // (RANKS - 1)
 
     codec = BlockCodec(8, 256)
-    weights, _ = on_each_rank(zero_quantized_weights=True, zero_hpz_partition_size=INSIDE)
+    weights, _, in_weights = on_each_rank(zero_quantized_weights=True, zero_hpz_partition_size=INSIDE)
     encoded = sum(codec.encoded_bytes(numel // RANKS) * (RANKS - 1) for numel in buckets)
     assert weights["dp"]["all_gather"] == encoded < reduced // 3
     assert weights["dp_secondary"] == secondary["dp_secondary"]
+    assert in_weights == (encoded + reduced) * to_others // (RANKS - 1)
 
     codec = BlockCodec(4, 256)
-    gradients, _ = on_each_rank(zero_quantized_gradients=True)
+    gradients, _, in_gradients = on_each_rank(zero_quantized_gradients=True)
     slices = sum(codec.encoded_bytes(numel // RANKS) for numel in buckets)
     assert gradients["dp_across"] == {"all_to_all": (NODES - 1) * slices}
     assert gradients["dp_inside"] == {"all_to_all": (INSIDE - 1) * NODES * slices}
     assert gradients["dp"]["all_gather"] == gathered
+    assert in_gradients == gradients["dp_across"]["all_to_all"] + gathered * to_others // (RANKS - 1)
 
 
 def memory(rank: int, size: int) -> tuple[int, int]:

@@ -236,7 +236,7 @@ def late_mesh(mesh: Mesh, seed: int | None = None, wires: Wires = PLAIN) -> Mesh
     for index, metered in enumerate(plain.values()):
         if isinstance(metered, MeteredCommunicator) and id(metered) not in late:
             inner = LateCommunicator(metered._inner, seed=seed, deliveries=deliveries, index=index)
-            late[id(metered)] = MeteredCommunicator(inner, metered._axis, mesh.meter)
+            late[id(metered)] = MeteredCommunicator(inner, metered._axis, mesh.meter, links=metered._links)
     communicators = {key: late.get(id(one), one) for key, one in plain.items()}
     scratch = FusedBuffers(_SCRATCH_BYTES, mesh.device)
     return replace(mesh, communicators=communicators | stack(wires, plain_parts(mesh.topology, communicators), scratch))

@@ -152,7 +152,7 @@ def start_fork_server() -> None:
 
 
 _pools: dict[int, WorkerPool] = {}
-_late_meshes: dict[tuple[Topology, Wires, int | None], Mesh] = {}  # this worker's, by layout and seed
+_late_meshes: dict[tuple[Topology, Wires, Nodes | None, int | None], Mesh] = {}  # this worker's, by layout and seed
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
@@ -184,9 +184,9 @@ def close_pools() -> None:
 
 
 @functools.cache
-def _cached_mesh(rank: int, topology: Topology, chosen: Wires) -> Mesh:
+def _cached_mesh(rank: int, topology: Topology, chosen: Wires, nodes: Nodes | None) -> Mesh:
     device = torch.device("cpu")
-    return make_mesh(topology, rank, device, FusedBuffers(SCRATCH_BYTES, device), wires=chosen)
+    return make_mesh(topology, rank, device, FusedBuffers(SCRATCH_BYTES, device), wires=chosen, nodes=nodes)
 
 
 def drop_meshes(rank: int) -> None:
@@ -217,13 +217,13 @@ def mesh_in_worker(
     if zero is not None:
         topology = data_axis(zero, topology, nodes)
         chosen = wires(zero)
-    mesh = _cached_mesh(rank, topology, chosen)
+    mesh = _cached_mesh(rank, topology, chosen, nodes)
     mesh.meter.reset()
     if not is_late:
         return mesh
-    if (topology, chosen, seed) not in _late_meshes:
-        _late_meshes[topology, chosen, seed] = late_mesh(mesh, seed, chosen)
-    return _late_meshes[topology, chosen, seed]
+    if (topology, chosen, nodes, seed) not in _late_meshes:
+        _late_meshes[topology, chosen, nodes, seed] = late_mesh(mesh, seed, chosen)
+    return _late_meshes[topology, chosen, nodes, seed]
 
 
 def _failure(pool: WorkerPool, rank: int, reply: _Reply | None) -> str:

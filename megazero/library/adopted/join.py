@@ -19,6 +19,7 @@ from megazero.library.adopted.mesh import (
     default_group,
     is_joined,
     joined_device,
+    launched_nodes,
 )
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.data_axis import data_axis
@@ -56,9 +57,8 @@ def divided(mesh: Mesh, zero: ZeroConfig, buffers: FusedBuffers, limits: LimitCo
     """
     size = mesh.axis("dp").size
     raise_problems(ConfigError, shard_groups_are_equal(zero, size, lambda name: f"zero.{name}"))
-    nodes = Launch.from_environment().nodes
-    of_all_ranks = sum(nodes.ranks_per_node) == mesh.topology.world_size
-    topology = data_axis(zero, mesh.topology, nodes if of_all_ranks else None)
+    nodes = launched_nodes(mesh.topology.world_size)
+    topology = data_axis(zero, mesh.topology, nodes)
     wanted = wires(zero)
     if size == 1 or (topology == mesh.topology and wanted == PLAIN):
         return mesh
@@ -68,7 +68,7 @@ def divided(mesh: Mesh, zero: ZeroConfig, buffers: FusedBuffers, limits: LimitCo
         rule = "they are made in a mesh of all processes that has none yet"
         raise TopologyError(Problem(given, rule, "megazero.initialize without mesh, or the configuration without them"))
     minutes = timedelta(minutes=derived.collective_limit_minutes(limits))
-    return divide_data_axis(mesh, topology, wanted, buffers, Limits(minutes, minutes))
+    return divide_data_axis(mesh, topology, wanted, buffers, Limits(minutes, minutes), nodes)
 
 
 def _join_others(limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:
@@ -78,7 +78,9 @@ def _join_others(limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:
     minutes, joining = derived.collective_limit_minutes(limits), derived.join_limit_minutes(limits)
     store = join(launch, backend="auto", device=device, timeout_minutes=minutes, join_minutes=joining)
     topology = Topology(dp=launch.world_size)
-    mesh = make_mesh(topology, launch.rank, device, buffers, timeout_minutes=minutes, join_minutes=joining)
+    mesh = make_mesh(
+        topology, launch.rank, device, buffers, timeout_minutes=minutes, join_minutes=joining, nodes=launch.nodes
+    )
     if store is not None:
         _watch(mesh, DefaultGroup(launch.rank, launch.world_size, store, 60 * minutes))
     return mesh, buffers

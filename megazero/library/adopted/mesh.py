@@ -30,9 +30,11 @@ from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import CONTROL, CONTROL_AXES, GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
-from megazero.comm.startup import carries_cpu_tensors, data_parallel, make_mesh
+from megazero.comm.startup import carries_cpu_tensors, data_parallel, links_of, make_mesh
 from megazero.errors import Problem, TopologyError
 from megazero.memory.lease import NO_SCRATCH, Scratch
+from megazero.parallel.launch import Launch
+from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
 
 _LEGAL = 'a megazero Mesh, a DeviceMesh with dims "dp" and "tp", or an object with get_data_parallel_group()'
@@ -79,7 +81,14 @@ def adopt_default(device: torch.device, scratch: Scratch) -> Mesh:
     group, limit = _default_group(), _limit(device)
     minutes = None if limit is None else limit.total_seconds() / 60
     topology = Topology(dp=dist.get_world_size(group))
-    return make_mesh(topology, dist.get_rank(group), device, scratch, timeout_minutes=minutes)
+    nodes = launched_nodes(topology.world_size)
+    return make_mesh(topology, dist.get_rank(group), device, scratch, timeout_minutes=minutes, nodes=nodes)
+
+
+def launched_nodes(world_size: int) -> Nodes | None:
+    """Return the nodes of a job of this many processes, as the launcher gives them; None if it has started others."""
+    nodes = Launch.from_environment().nodes
+    return nodes if sum(nodes.ranks_per_node) == world_size else None
 
 
 def _limit(device: torch.device) -> timedelta | None:
@@ -120,7 +129,15 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
     meter = Meter()
     names = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
     names |= dict.fromkeys((CONTROL, *CONTROL_AXES), WORLD)
-    communicators = {key: MeteredCommunicator(axis, names[key], meter) for key, axis in inner.items()}
+    nodes, me = launched_nodes(dist.get_world_size()), dist.get_rank()
+    links = {
+        "dp": links_of(nodes, data, me, groups.data),
+        "tp": links_of(nodes, tensor, me, groups.tensor),
+    }
+    links[WORLD] = links["dp"] or links["tp"]  # what reaches all ranks leaves the node where either does
+    communicators = {
+        key: MeteredCommunicator(axis, names[key], meter, links=links.get(names[key])) for key, axis in inner.items()
+    }
     topology = Topology(tp=over_tensor.size, dp=over_data.size)
     return Mesh(topology, topology.rank_of(dp=over_data.rank, tp=over_tensor.rank), device, communicators, meter)
 
