@@ -104,6 +104,14 @@ def test_many_ranks_and_a_ledger(tmp_path: Path) -> None:
     assert "5.0 MiB" in text and "activations" in text and "moments" not in text
 
 
+def test_traffic_to_other_nodes_has_a_column(tmp_path: Path) -> None:
+    page = run_page(RunStory("a", history(tmp_path), [], [], ""))
+    assert "all gather" in page and "to other nodes" not in page
+    across = {"dp": {"all_gather": 300}}
+    page = run_page(RunStory("a", history(tmp_path, bytes_across_nodes=across), [], [], ""))
+    assert "to other nodes" in page and "512 B" in page and "300 B" in page
+
+
 @pytest.mark.parametrize("steps", [1, 3, 1000])
 def test_curves_are_well_formed_and_bounded(tmp_path: Path, steps: int) -> None:
     """A curve of thousands of points is drawn in some hundred columns; a loss that was not finite leaves no point."""

@@ -172,7 +172,10 @@ def test_the_docs_name_every_tag(tmp_path: Path) -> None:
     traffic = {"dp": {"all_gather": {"messages": 1, "bytes": 2}}}
     ledger = {"peak_bytes": 10, "at_peak": at_peak, "traffic": traffic}
     device = {"reserved_peak": 3000, "beyond_allocator": 500}
-    rank = RankMetrics(1000, {"parameters": 4}, {}, ledger=ledger, device_memory_bytes=device)
+    sent, across = {"dp": {"send": 7}, "host": {"store": 9}}, {"dp": {"send": 3}}
+    rank = RankMetrics(
+        1000, {"parameters": 4}, sent, ledger=ledger, device_memory_bytes=device, bytes_across_nodes=across
+    )
     writer = tensorboard_writer(tmp_path, world_size=2, **dict.fromkeys(flags, True))
     statistics = {"params_norm": 1.0, "num_zeros": 2.0, "variance_l1": 3.0, "grad_norm.layers.0": 4.0}
     first = step(1, part_times=TIMES, mfu=0.4, pipeline_idle_share=0.1, statistics=statistics)
@@ -185,6 +188,7 @@ def test_the_docs_name_every_tag(tmp_path: Path) -> None:
         re.sub(r"[A-Z]+", "[a-z_-]+", pattern.replace("vs\\-samples/NAME", "vs-samples/.+")) for pattern in patterns
     ]
     written = events(tmp_path)
+    assert (written["traffic/inside-nodes"], written["traffic/across-nodes"]) == ([(1, 4)], [(1, 3)])
     assert [tag for tag in written if not any(re.fullmatch(pattern, tag) for pattern in patterns)] == []
     assert [each for each in patterns if not any(re.fullmatch(each, tag) for tag in written)] == []
 

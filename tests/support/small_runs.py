@@ -96,9 +96,15 @@ class Told(NamedTuple):
     text: str
 
 
-def train_run(rank: int, size: int, settings: dict[str, Any], inputs: RunInputs | None = None) -> Told:
-    """Make a whole run as the program does, on one rank of `size`."""
-    config, launch, printed = tiny_run(**settings), Launch(rank, size, rank), io.StringIO()
+def train_run(
+    rank: int,
+    size: int,
+    settings: dict[str, Any],
+    inputs: RunInputs | None = None,
+    ranks_per_node: tuple[int, ...] = (),
+) -> Told:
+    """Make a whole run as the program does, on one rank of `size`; ranks_per_node: as the launcher gives it."""
+    config, launch, printed = tiny_run(**settings), Launch(rank, size, rank, ranks_per_node), io.StringIO()
     with contextlib.redirect_stdout(printed):
         checked = check(config, launch)
         check_checkpoint(config, checked, size)

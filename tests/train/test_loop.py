@@ -35,6 +35,7 @@ from megazero.train.build import assemble
 from megazero.train.check import check
 from megazero.train.leaving import figures_of, leave_page, run_id
 from megazero.train.loop import _Loop, train
+from megazero.units import format_bytes
 
 
 def run(folder: Path, **settings: Any) -> Told:
@@ -663,14 +664,15 @@ def plain_history(steps_taken: int) -> History:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on 2 x 2 real ranks; return the folder with the metrics file."""
+    """Train on 2 x 2 real ranks, of two nodes; return the folder with the metrics file and rank 0's lines."""
     folder = tmp_path_factory.mktemp("metrics")
-    run_ranks(4, train_run_on_four, {**METRICS, "metrics_file": str(folder / "m.jsonl")})
+    told = run_ranks(4, train_run_on_four, {**METRICS, "metrics_file": str(folder / "m.jsonl")})
+    (folder / "told").write_text(told[0])
     return folder
 
 
 def train_run_on_four(rank: int, settings: dict[str, Any]) -> str:
-    return train_run(rank, 4, settings).reason
+    return train_run(rank, 4, settings, ranks_per_node=(2, 2)).text
 
 
 @pytest.mark.gloo
@@ -718,7 +720,14 @@ def test_every_ranks_memory_and_traffic(written: Path) -> None:
     for line in steps(written):
         assert [rank["rank"] for rank in line["ranks"]] == [0, 1, 2, 3]
         for rank in line["ranks"]:
-            assert set(rank) == {"rank", "peak_memory_bytes", "model_state_bytes", "comm_bytes", "data_wait_seconds"}
+            assert set(rank) == {
+                "rank",
+                "peak_memory_bytes",
+                "model_state_bytes",
+                "comm_bytes",
+                "bytes_across_nodes",
+                "data_wait_seconds",
+            }
             assert rank["data_wait_seconds"] > 0
             assert rank["peak_memory_bytes"] > 10 * 2**20
             states = rank["model_state_bytes"]
@@ -732,6 +741,18 @@ def test_every_ranks_memory_and_traffic(written: Path) -> None:
             assert traffic["dp"] == {"reduce_scatter": parameters, "all_gather": parameters // 2}
             assert set(traffic["tp"]) == {"all_reduce"} and traffic["tp"]["all_reduce"] > 0
             assert traffic["world"] == {"scalars": 2 * 4 * 8 * 3 // 4}
+            # The data-parallel axis is across the nodes; the ring of all ranks leaves a node behind its second rank.
+            in_ring = {"world": traffic["world"]} if rank["rank"] in (1, 3) else {}
+            assert rank["bytes_across_nodes"] == {"dp": traffic["dp"], **in_ring}
+
+
+@pytest.mark.gloo
+def test_the_console_has_the_traffic_of_a_job_on_several_nodes(written: Path) -> None:
+    sent = steps(written)[0]["ranks"][0]["comm_bytes"]
+    on_dp, on_tp = (format_bytes(sum(sent[axis].values())) for axis in ("dp", "tp"))
+    told = [line for line in (written / "told").read_text().splitlines() if line.startswith("sent by this rank")]
+    expected = f"dp {on_dp} ({on_dp} to other nodes), tp {on_tp} (0 B to other nodes), world 48 B (0 B to other nodes)"
+    assert told == [f"sent by this rank in the first step: {expected}"]
 
 
 @pytest.mark.gloo
