@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import sent_bytes
 
@@ -24,10 +25,10 @@ def axis_bandwidth(mesh: Mesh, axis: str, nbytes: int) -> float:
     communicator = mesh.axis(axis)
     if communicator.size == 1:
         return math.inf
-    whole = torch.zeros(communicator.size, -(-max(nbytes, 1) // communicator.size), dtype=torch.uint8)
-    whole = whole.to(mesh.device)
-    seconds = [_time_gather(mesh, axis, whole) for _ in range(1 + _REPETITIONS)]
-    bandwidth = sent_bytes("all_gather", whole.nbytes, communicator.size) / statistics.median(seconds[1:])
+    nbytes = -(-max(nbytes, 1) // communicator.size) * communicator.size
+    # The first one of all makes connections.
+    seconds = [gather_seconds(communicator, nbytes, mesh.world, mesh.device) for _ in range(1 + _REPETITIONS)]
+    bandwidth = sent_bytes("all_gather", nbytes, communicator.size) / statistics.median(seconds[1:])
     return minimum_over_ranks(mesh, bandwidth)
 
 
@@ -39,14 +40,17 @@ def minimum_over_ranks(mesh: Mesh, figure: float) -> float:
     return least.item()
 
 
-def _time_gather(mesh: Mesh, axis: str, whole: torch.Tensor) -> float:
-    """Return the seconds of one all-gather of whole [ranks, n]; the first one of all makes connections."""
-    communicator = mesh.axis(axis)
-    mesh.world.barrier()
-    _finish(mesh.device)
+def gather_seconds(communicator: Communicator, nbytes: int, world: Communicator, device: torch.device) -> float:
+    """Return the seconds of one all-gather of so many bytes, rounded down to equal slices, of one byte at least.
+
+    All groups begin together: every rank of `world` calls it.
+    """
+    whole = torch.zeros(communicator.size, max(nbytes // communicator.size, 1), dtype=torch.uint8, device=device)
+    world.barrier()
+    _finish(device)
     start = time.perf_counter()
     communicator.all_gather_into(whole.view(-1), whole[communicator.rank]).wait()
-    _finish(mesh.device)
+    _finish(device)
     return time.perf_counter() - start
 
 

@@ -45,13 +45,17 @@ def channel_key(key: str, link: int, num_stages: int) -> str:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The view that one rank has of the job: its topology, rank, device, communicators and meter."""
+    """The view that one rank has of the job: its topology, rank, device, communicators and meter.
+
+    notice: a line about what has been measured to make it, for rank 0 to print; "" if nothing has.
+    """
 
     topology: Topology
     rank: int
     device: torch.device
     communicators: Mapping[str, Communicator]
     meter: Meter
+    notice: str = ""
 
     def axis(self, name: str) -> Communicator:
         """Return the communicator of an axis: "tp", "dp", "pp", "ends" or "world"."""

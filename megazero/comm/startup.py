@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeo
 
 from megazero.comm.gpu_environment import defaults_line, missing_defaults
 from megazero.comm.groups import Limits, Split, gloo_maker, make_groups, shard_keys, splits
+from megazero.comm.hop_choice import choose_hops
 from megazero.comm.interface import Communicator
 from megazero.comm.links import Links
 from megazero.comm.local import LocalCommunicator
@@ -164,14 +165,13 @@ def make_mesh(
     both = data_parallel(groups.get("dp"), groups.get(GATHERING), scratch)
     for key, communicator in zip(("dp", GATHERING), both, strict=True):
         communicators[key] = MeteredCommunicator(communicator, "dp", meter, key, links["dp"])
-    communicators |= _of_shards(communicators, topology, rank, wires, groups, scratch, meter, nodes)
     if topology.world_size > 1 and not carries_cpu_tensors(default_group()):
         group = gloo_maker(limits).make(Split(CONTROL, WORLD, topology.groups(WORLD)), rank)
         control = links_of(nodes, range(topology.world_size), rank, group)
         communicators[CONTROL] = MeteredCommunicator(_communicator(group, NO_SCRATCH), WORLD, meter, CONTROL, control)
     mesh = Mesh(topology, rank, device, communicators, meter)
     _connect_stages(mesh)
-    return mesh
+    return _with_shards(mesh, topology, wires, groups, scratch, nodes)
 
 
 def divide_data_axis(
@@ -184,38 +184,41 @@ def divide_data_axis(
     """
     keys = shard_keys(topology)
     groups = make_groups([split for split in splits(topology) if split.key in keys], mesh.rank, mesh.device, limits)
-    parts = _of_shards(mesh.communicators, topology, mesh.rank, wires, groups, scratch, mesh.meter, nodes)
-    return replace(mesh, topology=topology, communicators={**mesh.communicators, **parts})
+    return _with_shards(mesh, topology, wires, groups, scratch, nodes)
 
 
-def _of_shards(
-    whole: Mapping[str, Communicator],
+def _with_shards(
+    mesh: Mesh,
     topology: Topology,
-    rank: int,
     wires: Wires,
     groups: Mapping[str, dist.ProcessGroup | None],
     scratch: Scratch,
-    meter: Meter,
     nodes: Nodes | None,
-) -> dict[str, Communicator]:
-    """Return the communicators of the parts of the data-parallel axis, metered, and stacked as the wires have it.
+) -> Mesh:
+    """Return the mesh with the parts of its data-parallel axis, metered, and stacked as the wires have it.
 
-    whole: those of the mesh, which stand for a part that is all of the axis.
+    The mesh's own communicators stand for a part that is all of the axis.
     """
     made: dict[str, Communicator] = {}
     axes = [axis for axis in (SHARDS, INSIDE, ACROSS, REPLICAS, SECONDARY) if groups.get(axis) is not None]
-    links = {axis: links_of(nodes, topology.group_of(rank, axis), rank, groups[axis]) for axis in axes}
+    links = {axis: links_of(nodes, topology.group_of(mesh.rank, axis), mesh.rank, groups[axis]) for axis in axes}
     for first, second in ((SHARDS, SHARD_GATHERING), (INSIDE, INSIDE_GATHERING), (ACROSS, ACROSS_GATHERING)):
         if groups.get(first) is not None:
             both = data_parallel(groups.get(first), groups.get(second), scratch)
             for key, communicator in zip((first, second), both, strict=True):
-                made[key] = MeteredCommunicator(communicator, first, meter, key, links[first])
+                made[key] = MeteredCommunicator(communicator, first, mesh.meter, key, links[first])
     for axis in (REPLICAS, SECONDARY):
         if groups.get(axis) is not None:
-            made[axis] = MeteredCommunicator(_communicator(groups[axis], scratch), axis, meter, axis, links[axis])
+            made[axis] = MeteredCommunicator(_communicator(groups[axis], scratch), axis, mesh.meter, axis, links[axis])
     if topology.replicas > 1 and topology.size(SHARDS) == 1:
         made |= dict.fromkeys((SHARDS, SHARD_GATHERING), LocalCommunicator())
-    return made | stack(wires, plain_parts(topology, {**whole, **made}), scratch)
+    mesh = replace(mesh, topology=topology, communicators={**mesh.communicators, **made})
+    plain, notice = plain_parts(topology, mesh.communicators), ""
+    if wires.hops_if_faster:
+        wires, notice = choose_hops(wires, plain, mesh, nodes or Nodes((topology.world_size,)))
+        mesh.meter.reset()
+    stacked = stack(wires, plain, scratch)
+    return replace(mesh, communicators={**mesh.communicators, **stacked}, notice=notice)
 
 
 def plain_parts(topology: Topology, made: Mapping[str, Communicator]) -> dict[str, Communicator]:

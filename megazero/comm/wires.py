@@ -22,23 +22,20 @@ from megazero.parallel.topology import ACROSS, INSIDE, SHARDS
 class Wires:
     """The choice of wires.
 
-    gathers_in_hops, sums_in_hops: whether plain ones take two hops.  weights: the codec of gathers of partitioned
-    parameters; gradients: that of reductions, which then are two exchanges; None: plain.
+    gathers_in_hops, sums_in_hops: whether plain ones take two hops.  hops_if_faster: both do where that is measured to
+    be faster (`hop_choice.py`).  weights: the codec of gathers of partitioned parameters; gradients: that of
+    reductions, which then are two exchanges; None: plain.
     error_beta: the weight of older errors in the feedback of what reductions round off; None: there is no feedback.
     error_reset_steps: the reductions of a bucket after which its errors are forgotten.
     """
 
     gathers_in_hops: bool = False
     sums_in_hops: bool = False
+    hops_if_faster: bool = False
     weights: BlockCodec | None = None
     gradients: BlockCodec | None = None
     error_beta: float | None = None
     error_reset_steps: int = 1024
-
-    @property
-    def takes_hops(self) -> bool:
-        """True if anything travels inside the nodes and across them apart."""
-        return self.gathers_in_hops or self.sums_in_hops or self.gradients is not None
 
 
 PLAIN = Wires()
@@ -49,6 +46,7 @@ def stack(wires: Wires, plain: Mapping[str, Communicator], scratch: Scratch) -> 
 
     plain: the metered ones by key, of one rank where there is no such group.
     """
+    assert not wires.hops_if_faster, "hops are chosen before communicators are stacked"
     made: dict[str, Communicator] = {}
     gathering, sums = plain[SHARD_GATHERING], plain[SHARDS]
     if wires.gathers_in_hops:

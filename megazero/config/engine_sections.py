@@ -57,10 +57,10 @@ class ZeroConfig:
         unit="replicas",
         ge=1,
     )
-    hierarchical_collectives: bool = setting(
+    hierarchical_collectives: bool | Literal["auto"] = setting(
         False,
         help="let gathers and sums of a shard group on several nodes take two hops, inside the nodes and across them,"
-        " so that a byte crosses once for each node",
+        " so that a byte crosses once for each node; auto: where that is faster, as measured at the start",
     )
     mics_hierarchical_params_gather: bool = setting(
         False, help="the same for gathers alone, with shard groups on several nodes"

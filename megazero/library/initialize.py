@@ -126,8 +126,9 @@ def initialize(
     except BaseException:
         passes.close()
         raise
-    for line in offload_lines(core, batch.accumulation) if mesh.world.rank == 0 else ():
-        print(line, file=sys.stderr, flush=True)
+    for line in (mesh.notice, *offload_lines(core, batch.accumulation)) if mesh.world.rank == 0 else ():
+        if line:
+            print(line, file=sys.stderr, flush=True)
     buffers.resize(core.largest_buffer_bytes)
     retain_freed_memory(mesh.device)
     records = StepRecords(core)

@@ -12,8 +12,10 @@ from megazero.parallel.topology import SHARDS, Topology
 def data_axis(zero: ZeroConfig, topology: Topology, nodes: Nodes | None = None) -> Topology:
     """Return the topology with the parts of its data-parallel axis; nodes: those that the ranks are on; None: one."""
     divided = replace(topology, replicas=num_replicas(zero, topology.dp), secondary=secondary_size(zero))
-    takes_hops = zero.hierarchical_collectives or zero.mics_hierarchical_params_gather or zero.zero_quantized_gradients
-    return replace(divided, inside=_ranks_inside(divided, nodes)) if takes_hops else divided
+    may_take_hops = (  # a choice that is left to measurements needs the groups of either
+        zero.hierarchical_collectives or zero.mics_hierarchical_params_gather or zero.zero_quantized_gradients
+    )
+    return replace(divided, inside=_ranks_inside(divided, nodes)) if may_take_hops else divided
 
 
 def _ranks_inside(topology: Topology, nodes: Nodes | None) -> int:

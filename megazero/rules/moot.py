@@ -193,7 +193,7 @@ SHARED: tuple[Row[SharedSections], ...] = (
     ),
     Row(
         ("mics_hierarchical_params_gather",),
-        lambda s: "hierarchical_collectives does it for gathers too" if s.zero.hierarchical_collectives else "",
+        lambda s: "hierarchical_collectives does it for gathers too" if s.zero.hierarchical_collectives is True else "",
     ),
     Row(
         ("zero_quantized_weights_bits",),

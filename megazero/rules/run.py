@@ -201,6 +201,16 @@ def deterministic_attention_is_not_cudnns(config: RunConfig, world_size: int) ->
         )
 
 
+def timed_hops_differ(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Yield a problem of runs in which measured bandwidths would decide where the same bits are needed."""
+    if config.training.deterministic_mode and config.zero.hierarchical_collectives == "auto":
+        yield Problem(
+            "--hierarchical-collectives auto --deterministic-mode",
+            "another run may measure another number of hops to be faster, which adds in another order",
+            "--hierarchical-collectives on or off, or leave out --deterministic-mode",
+        )
+
+
 def timed_kernels_differ(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Yield problems of runs in which --compile max would take other kernels where the same bits are needed."""
     if config.training.compile != "max":
@@ -540,6 +550,7 @@ RULES: tuple[Rule, ...] = (
     deterministic_attention_is_not_cudnns,
     ledger_watches_uncompiled_blocks,
     timed_kernels_differ,
+    timed_hops_differ,
     flash3_drops_nothing,
     batch_sizes_are_read,
     micro_batches_fill_global_batch,

@@ -419,6 +419,8 @@ def _assemble_on(
     stages = describe_stages(config, padded)
     for line in (*(drawing if launch.world_size > 1 else ()), *stages):
         console.line(line)
+    if mesh.notice:
+        console.line(mesh.notice)
     activations, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
     for reason in reasons:
         console.line(reason)

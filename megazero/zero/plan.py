@@ -191,8 +191,9 @@ def wires(zero: ZeroConfig) -> Wires:
     gathers, gradients = zero.zero_quantized_weights, zero.zero_quantized_gradients
     is_partitioned = _STAGES[zero.zero_stage].parameter is Placement.PARTITIONED
     return Wires(
-        gathers_in_hops=zero.hierarchical_collectives or zero.mics_hierarchical_params_gather,
-        sums_in_hops=zero.hierarchical_collectives,
+        gathers_in_hops=zero.hierarchical_collectives is True or zero.mics_hierarchical_params_gather,
+        sums_in_hops=zero.hierarchical_collectives is True,
+        hops_if_faster=zero.hierarchical_collectives == "auto",
         weights=(
             BlockCodec(zero.zero_quantized_weights_bits, block, stochastic) if gathers and is_partitioned else None
         ),

@@ -23,7 +23,7 @@ def test_defaults_are_megazeros_own() -> None:
     off = {"prescale_gradients", "enable_sanity_checks", "delayed_parameter_update", "offload_gradients_nvme"}
     off |= {"hierarchical_collectives", "mics_hierarchical_params_gather", "zero_quantized_weights"}
     off |= {"zero_quantized_gradients", "zero_quantized_stochastic", "zero_error_feedback"}
-    switches = {info.name: info.default for info in describe("zero", ZeroConfig) if info.kind == "bool"}
+    switches = {info.name: info.default for info in describe("zero", ZeroConfig) if info.kind in ("bool", "switch")}
     assert {name for name, value in switches.items() if not value} == off and len(switches) == 21
 
 

@@ -117,6 +117,12 @@ def test_a_valid_run_has_no_problem() -> None:
         ),
         (
             1,
+            {"hierarchical_collectives": "auto", "deterministic_mode": True},
+            "--hierarchical-collectives auto --deterministic-mode",
+            "--hierarchical-collectives on or off, or leave out --deterministic-mode",
+        ),
+        (
+            1,
             {"compile": "max", "deterministic_mode": True},
             "--compile max --deterministic-mode",
             "--compile on, or leave out --deterministic-mode",

@@ -31,6 +31,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -222,7 +223,9 @@ def mesh_in_worker(
     if not is_late:
         return mesh
     if (topology, chosen, nodes, seed) not in _late_meshes:
-        _late_meshes[topology, chosen, nodes, seed] = late_mesh(mesh, seed, chosen)
+        in_hops = {"gathers_in_hops": True, "sums_in_hops": True, "hops_if_faster": False}
+        taken = replace(chosen, **in_hops) if chosen.hops_if_faster else chosen  # late works have no speed to compare
+        _late_meshes[topology, chosen, nodes, seed] = late_mesh(mesh, seed, taken)
     return _late_meshes[topology, chosen, nodes, seed]
 
 

@@ -48,6 +48,7 @@ NEAR = [
     Cell(tp=1, dp=4, stage=0, settings=HOPS, nodes=(2, 2)),
     Cell(tp=1, dp=4, stage=3, settings={**GATHERS, "max_live_parameters": 0}, nodes=(2, 2)),
     Cell(tp=1, dp=4, stage=3, settings=HOPS, nodes=(3, 1)),
+    Cell(tp=1, dp=4, stage=2, accumulation=2, settings={"hierarchical_collectives": "auto"}, nodes=(2, 2)),
     Cell(tp=1, dp=4, stage=3, accumulation=2, settings={"zero_hpz_partition_size": 2}),
     Cell(tp=1, dp=4, stage=3, settings={**SECONDARY, "max_live_parameters": 0, "offload_param": "cpu"}),
     Cell(tp=1, dp=4, stage=3, settings={**HOPS, "zero_hpz_partition_size": 2, "mics_shard_size": 2}, nodes=(1, 3)),
