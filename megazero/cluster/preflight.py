@@ -316,7 +316,21 @@ def table(found: Survey) -> list[str]:
             f"{node.name:<{width}}  {len(node.ranks):>5}  {node.gpus:>4}  {format_bytes(node.shared_memory):>10}"
             f"  {found.clocks[number]:>+9.3f}  {inside:>6}  {beside or '-'}"
         )
+    lines += [f"slow link: {line}"] if (line := slow_link(found)) else []
     return [*lines, f"all ranks together: {_rate(found.whole)}"] if found.pairs or found.inside else lines
+
+
+def slow_link(found: Survey) -> str:
+    """Return the slowest link between two nodes beside the slowest inside one, as text; "" where none is across."""
+    if not found.pairs:
+        return ""
+    (a, b), across = min(found.pairs.items(), key=lambda item: item[1])
+    text = f"{found.nodes[a].name} - {found.nodes[b].name}, {_rate(across)}"
+    if not found.inside:
+        return text
+    node, inside = min(found.inside.items(), key=lambda item: item[1])
+    times = f", {inside / across:.0f} times as fast" if across else ""
+    return f"{text}; the slowest inside a node is {found.nodes[node].name}'s, {_rate(inside)}{times}"
 
 
 class _Measurements:

@@ -175,7 +175,20 @@ def test_nodes_of_several_ranks() -> None:
     assert problems == []
     assert set(found.inside) == {0, 1} and set(found.pairs) == {(0, 1)} and found.whole > 2e6
     lines = preflight.table(found)
-    assert len(lines) == 4 and lines[1].split()[:2] == ["n0", "2"] and "n1 " in lines[1]
+    assert len(lines) == 5 and lines[1].split()[:2] == ["n0", "2"] and "n1 " in lines[1]
+    assert lines[3].startswith("slow link: n0 - n1, ")
+
+
+def test_the_slow_link_is_named() -> None:
+    """It is the slowest pair's, beside the slowest of the links inside nodes."""
+    found = measured(4, {2})
+    assert preflight.slow_link(replace(found, pairs={})) == ""
+    assert preflight.slow_link(replace(found, inside={}, pairs={(0, 1): FAST, (3, 2): SLOW})) == "n3 - n2, 1.00 GB/s"
+    inside = {0: FAST, 1: 20e9, 2: FAST}
+    line = preflight.slow_link(replace(found, inside=inside, pairs={(0, 1): FAST, (3, 2): SLOW}))
+    assert line == "n3 - n2, 1.00 GB/s; the slowest inside a node is n1's, 20.00 GB/s, 20 times as fast"
+    broken = preflight.slow_link(replace(found, inside=inside, pairs={(0, 1): 0.0}))
+    assert broken == "n0 - n1, 0.00 GB/s; the slowest inside a node is n1's, 20.00 GB/s"
 
 
 def test_bandwidth_counts_what_a_rank_sends(monkeypatch: pytest.MonkeyPatch) -> None:
