@@ -20,6 +20,11 @@ SUPPORT = Path(__file__).parents[1] / "support"
 DP, TP = 64, 16
 RANKS = [(0, 2), (517, 1), (1023, 0), (300, 3)]  # (rank, stage)
 TIMED = (517, 1)  # one of those, once more with every part of its step timed
+# Wires of stage 3 on nodes of 32 ranks, 2 of every data-parallel group.
+ON_NODES = {"ranks_per_node": 32}
+HOPS = {**ON_NODES, "hierarchical_collectives": "auto"}
+ROUNDED = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_error_feedback": True}
+WIRES = {"hops": HOPS, "rounded": {**ON_NODES, **ROUNDED, "zero_hpz_partition_size": 2}}
 PP, DP_OF_A_STAGE, MICRO_BATCHES = 4, 16, 4
 PIPELINES = [(0, "1f1b"), (1, "zero-bubble"), (3, "interleaved")]  # (pipeline rank, schedule)
 
@@ -49,11 +54,12 @@ def figures() -> dict[tuple[int, Any], dict[str, Any]]:
     """Return the figures that `support/dry_run.py` prints for all cases, which one process takes in turn."""
     cases = [[rank, DP, TP, stage] for rank, stage in RANKS] + [case_of(*pipeline) for pipeline in PIPELINES]
     cases.append([TIMED[0], DP, TP, TIMED[1], 1, {"timing_log_level": 2}])
+    cases += [[300, DP, TP, 3, 1, settings] for settings in WIRES.values()]
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
     command = [warm_python(), str(SUPPORT / "dry_run.py"), json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip([*RANKS, *PIPELINES, "timed"], json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip([*RANKS, *PIPELINES, "timed", *WIRES], json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize(("rank", "stage"), RANKS)
@@ -84,6 +90,35 @@ def test_a_step_of_1024_ranks(rank: int, stage: int, figures: dict[tuple[int, An
     tokens = 2 * 256
     all_reduces = (4 * layers + 2) * tokens * h * 2 + 3 * tokens * 4
     assert sum(result["comm_bytes"]["tp"].values()) == 2 * all_reduces * 15 // 16
+
+
+def test_a_step_of_1024_ranks_in_two_hops(figures: dict[Any, dict[str, Any]]) -> None:
+    """What one hop sends to 63 others goes to 31 nodes, and from every node's slices to the other rank of this one."""
+    plain, hops = figures[300, 3], figures["hops"]
+    assert hops["notice"] == "hierarchical_collectives auto: two hops, since nothing can be measured in a dry run"
+    assert plain["states"] == hops["states"]
+    for axis, slices in (("dp_across", 31), ("dp_inside", 32)):
+        for name in ("all_gather", "reduce_scatter"):
+            assert hops["comm_bytes"][axis][name] == plain["comm_bytes"]["dp"][name] // 63 * slices
+    assert hops["bytes_across_nodes"] == {"dp_across": hops["comm_bytes"]["dp_across"]}
+
+
+def blocks(numel: int, bits: int) -> int:
+    """Return the bytes of a rank's slice in blocks of 256 integers, each with a scale of 4 bytes."""
+    return numel // DP * bits // 8 + 4 * -(-(numel // DP) // 256)
+
+
+def test_a_step_of_1024_ranks_with_wires_that_round(figures: dict[Any, dict[str, Any]]) -> None:
+    """The first forward gathers integers, later gathers come from the secondary partition; gradients are exchanged."""
+    plain, rounded = figures[300, 3], figures["rounded"]
+    secondary = 2 * plain["padded"] // 2
+    assert rounded["states"] == {**plain["states"], "parameters": plain["states"]["parameters"] + secondary}
+    sent, buckets = rounded["comm_bytes"], plain["buckets"]
+    assert sent["dp"]["all_gather"] == sum(63 * blocks(numel, 8) for numel in buckets)
+    for axis, slices in (("dp_across", 31), ("dp_inside", 32)):
+        assert sent[axis] == {"all_to_all": sum(2 * slices * blocks(numel, 4) for numel in buckets)}
+    gathered = plain["comm_bytes"]["dp"]["all_gather"] // 63 * 64  # the whole of what two micro-batches gather
+    assert sent["dp_secondary"] == {"all_gather": (gathered - 2 * sum(buckets)) // 2}
 
 
 @pytest.mark.parametrize(("pipeline_rank", "schedule"), PIPELINES)

@@ -23,11 +23,14 @@ from megazero.comm.metered import Meter
 from megazero.comm.startup import make_mesh
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.data_axis import data_axis
+from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.report.timing_report import TimingReport
 from megazero.timers import Timers, Timings, parts_of
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
+from megazero.zero.plan import wires
 from megazero.zero.statistics import EVERY_STATISTIC, layers_of, take_statistics
 
 SEQUENCE = 256
@@ -36,8 +39,13 @@ SEQUENCE = 256
 def step(
     rank: int, dp: int, tp: int, stage: int, pp: int = 1, settings: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the figures of one step of a rank, with every statistic after it, and the times of its parts."""
+    """Return the figures of one step of a rank, with every statistic after it, and the times of its parts.
+
+    settings: of the run; and num_micro_batches, and ranks_per_node where there are several nodes.
+    """
     settings = dict(settings or {})
+    per_node = settings.pop("ranks_per_node", dp * tp * pp)
+    nodes = Nodes((per_node,) * (dp * tp * pp // per_node))
     num_micro_batches = settings.pop("num_micro_batches", 2)
     given: dict[str, Any] = {
         "num_layers": 2,
@@ -60,12 +68,14 @@ def step(
     with FakeTensorMode():
         device = torch.device("cpu")
         buffers = FusedBuffers(0, device)
-        mesh = make_mesh(Topology(tp=tp, dp=dp, pp=pp), rank, device, buffers)
+        topology = data_axis(config.zero, Topology(tp=tp, dp=dp, pp=pp), nodes)
+        mesh = make_mesh(topology, rank, device, buffers, wires=wires(config.zero), nodes=nodes)
         core = build_components(config, mesh, buffers, vocab_size=50257)
         tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
         batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(num_micro_batches)])
         training_step(step_context(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
         messages, comm_bytes = messages_of(mesh.meter), mesh.meter.bytes_by_axis()
+        across = mesh.meter.bytes_across_nodes()
         mesh.meter.reset()
         take_statistics(core.engine, EVERY_STATISTIC._replace(layer_grad_norms=True))
         statistics = messages_of(mesh.meter)
@@ -76,12 +86,15 @@ def step(
         "padded": padded_numel(core.engine.layout, trainable=True),
         "states": asdict(core.engine.model_state_bytes()),
         "comm_bytes": comm_bytes,
+        "bytes_across_nodes": across,
+        "notice": mesh.notice,
         "messages": messages,
         "statistics": statistics,
         "times": times,
         "layers": len(layers_of(core.engine)),
         "parts": len(parts_of(core.timers.level)),
         "num_buffers": buffers.num_buffers,
+        "buckets": [bucket.numel for section in core.engine.layout.sections for bucket in section.buckets],
         "units": {section.unit: section.numel for section in core.engine.layout.sections},
     }
 
