@@ -3,6 +3,8 @@
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from megazero.comm.groups import Limits
 from megazero.comm.mesh import Mesh
 from megazero.comm.monitor import place_in_job
@@ -63,12 +65,28 @@ def divided(mesh: Mesh, zero: ZeroConfig, buffers: FusedBuffers, limits: LimitCo
     if size == 1 or (topology == mesh.topology and wanted == PLAIN):
         return mesh
     group = default_group(mesh.device)
-    if group is None or group.size != mesh.topology.world_size or mesh.topology.parts != Topology().parts:
+    is_whole = group is not None and group.size == mesh.topology.world_size
+    if not is_whole or mesh.topology.parts != Topology().parts or not _is_numbered_as_the_job(mesh):
         given = f"parts of the data-parallel axis, or wires, on {mesh.topology.describe()}"
-        rule = "they are made in a mesh of all processes that has none yet"
+        rule = (
+            "they are made in a mesh of all processes that has none yet, and in which ranks of a tensor-parallel group"
+            " are neighbours"
+        )
         raise TopologyError(Problem(given, rule, "megazero.initialize without mesh, or the configuration without them"))
     minutes = timedelta(minutes=derived.collective_limit_minutes(limits))
     return divide_data_axis(mesh, topology, wanted, buffers, Limits(minutes, minutes), nodes)
+
+
+def _is_numbered_as_the_job(mesh: Mesh) -> bool:
+    """Return True on all ranks if each has the number in the mesh that it has in the job; a collective call.
+
+    Nodes are runs of ranks of the job, so that only then neighbours of the mesh are neighbours on a node.
+    """
+    group = default_group(mesh.device)
+    differs = torch.tensor([float(group is None or group.rank != mesh.rank)])
+    mesh.control.all_reduce_scalars(differs, "max").wait()
+    mesh.meter.reset()
+    return not differs.item()
 
 
 def _join_others(limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:

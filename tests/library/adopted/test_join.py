@@ -1,18 +1,21 @@
 """Tests how processes find each other: started by torchrun, joined already, in groups of another library, or alone."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.launch import run_script
 from support.processes import mesh_in_worker, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
-from megazero.config.engine_sections import LimitConfig
-from megazero.errors import UsageError
-from megazero.library.adopted.join import mesh_and_buffers
+from megazero.config.engine_sections import LimitConfig, ZeroConfig
+from megazero.errors import TopologyError, UsageError
+from megazero.library.adopted.join import divided, mesh_and_buffers
 from megazero.library.adopted.mesh import default_group
 
 PROGRAM = """
@@ -76,3 +79,33 @@ def joined(rank: int) -> list[tuple[int, int]]:
 @pytest.mark.gloo
 def test_joined_already() -> None:
     assert run_ranks(2, joined) == [[(2, rank)] * 3 for rank in range(2)]
+
+
+def divided_over(rank: int, names: tuple[str, str]) -> tuple[str, dict[str, int]]:
+    """Divide the mesh of a torch DeviceMesh of 2 x 2 on nodes of two processes; return what was refused, and hops."""
+    job = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    with patch.dict(os.environ, {name: str(value) for name, value in job.items()}):
+        given = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        mesh, buffers = mesh_and_buffers(given, LimitConfig())
+        try:
+            mesh = divided(mesh, ZeroConfig(mics_shard_size=1, zero_stage=1), buffers, LimitConfig())
+        except TopologyError as error:
+            return str(error), {}
+    whole = torch.ones(1)
+    mesh.replicas.all_reduce(whole).wait()
+    across = mesh.meter.bytes_across_nodes()
+    return "", {axis: sum(sent.values()) for axis, sent in across.items()}
+
+
+@pytest.mark.gloo
+def test_the_data_parallel_axis_of_a_device_mesh_is_divided() -> None:
+    """Tensor-parallel neighbours share a node, so that replicas are across."""
+    assert run_ranks(4, divided_over, ("dp", "tp")) == [("", {"dp_replica": 4})] * 4
+
+
+@pytest.mark.gloo
+def test_ranks_in_another_order_are_not_divided() -> None:
+    """Every rank refuses: two have another number in the mesh than in the job, whose nodes are runs of ranks."""
+    for said, _ in run_ranks(4, divided_over, ("tp", "dp")):
+        assert "pipeline 1 x data 2 x tensor 2 = 4 ranks" in said and "ranks of a tensor-parallel group are" in said
