@@ -16,6 +16,9 @@ Errors are kept encoded, in about a byte a number, and are rounded by that once 
 a run that goes on from one begins without.
 """
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,12 +28,24 @@ Place = tuple[int, int]  # the key, and the hop's number in the call
 
 
 class ErrorFeedback:
-    """The errors of one rank by key; beta: the weight of those before; codec: that in which they are kept."""
+    """The errors of one rank by key.
 
-    def __init__(self, beta: float, reset_interval: int, *, codec: BlockCodec | None = None) -> None:
+    beta: the weight of those before.  allocate: makes the memory of a key's errors, uint8 [bytes].
+    codec: that in which they are kept; by default 8 bits in blocks of 256.
+    """
+
+    def __init__(
+        self,
+        beta: float,
+        reset_interval: int,
+        allocate: Callable[[int], Tensor],
+        *,
+        codec: BlockCodec | None = None,
+    ) -> None:
         assert 0 <= beta < 1 <= reset_interval
         self._beta = beta
         self._reset_interval = reset_interval
+        self._allocate = allocate
         self._codec = codec or BlockCodec(8, 256)
         self._errors: dict[Place, Tensor] = {}
         self._num_calls: dict[Place, int] = {}
@@ -45,7 +60,7 @@ class ErrorFeedback:
     ) -> None:
         """Encode rows and their error as `codec.encode` does, and keep what that has rounded off."""
         n, dtype = source.shape[-1], compute_dtype(source.dtype)
-        errors = self._take(place, (*source.shape[:-1], self._codec.encoded_bytes(n)), source.device)
+        errors = self._take(place, (*source.shape[:-1], self._codec.encoded_bytes(n)))
         for piece, kept in zip(codec.pieces(encoded, n), self._codec.pieces(errors, n), strict=True):
             error = self._codec.decode_piece(kept, dtype)
             compensated = source[..., piece.place] + error
@@ -54,10 +69,10 @@ class ErrorFeedback:
             error.mul_(self._beta).add_(lost, alpha=1 - self._beta)
             self._codec.encode_piece(error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), kept, generator)
 
-    def _take(self, place: Place, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    def _take(self, place: Place, shape: tuple[int, ...]) -> Tensor:
         """Return the encoded errors, zero at the first call and at each reset: bytes of zero decode to it."""
         if place not in self._errors:
-            self._errors[place] = torch.zeros(shape, dtype=torch.uint8, device=device)
+            self._errors[place] = self._allocate(math.prod(shape)).zero_().view(shape)
         errors, before = self._errors[place], self._num_calls.get(place, 0)
         if before == self._reset_interval:
             errors.zero_()

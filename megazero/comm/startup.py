@@ -217,7 +217,7 @@ def _with_shards(
     if wires.hops_if_faster:
         wires, notice = choose_hops(wires, plain, mesh, nodes or Nodes((topology.world_size,)))
         mesh.meter.reset()
-    stacked = stack(wires, plain, scratch)
+    stacked = stack(wires, plain, scratch, mesh.device, mesh.rank)
     return replace(mesh, communicators={**mesh.communicators, **stacked}, notice=notice)
 
 

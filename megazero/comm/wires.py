@@ -8,6 +8,8 @@ quantized    blocks of integers with a scale each, for gathers of weights or sum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from megazero.comm.codec import BlockCodec
 from megazero.comm.error_feedback import ErrorFeedback
 from megazero.comm.interface import Communicator
@@ -41,10 +43,13 @@ class Wires:
 PLAIN = Wires()
 
 
-def stack(wires: Wires, plain: Mapping[str, Communicator], scratch: Scratch) -> dict[str, Communicator]:
+def stack(
+    wires: Wires, plain: Mapping[str, Communicator], scratch: Scratch, device: torch.device, rank: int
+) -> dict[str, Communicator]:
     """Return the communicators of a shard group, by key, that are not plain.
 
-    plain: the metered ones by key, of one rank where there is no such group.
+    plain: the metered ones by key, of one rank where there is no such group.  rank: this one's number in the job, by
+    which ranks round stochastically each in its own way.
     """
     assert not wires.hops_if_faster, "hops are chosen before communicators are stacked"
     made: dict[str, Communicator] = {}
@@ -53,14 +58,25 @@ def stack(wires: Wires, plain: Mapping[str, Communicator], scratch: Scratch) -> 
         inside, across = plain[INSIDE_GATHERING], plain[ACROSS_GATHERING]
         gathering = made[SHARD_GATHERING] = TwoHopCommunicator(inside, across, gathering, scratch)
     if wires.weights is not None:
-        made[WEIGHTS] = QuantizedGather(gathering, wires.weights, scratch)
+        generator = _generator(device, 2 * rank)
+        made[WEIGHTS] = QuantizedGather(gathering, wires.weights, scratch, generator=generator)
     if wires.gradients is not None:
         feedback = None
         if wires.error_beta is not None:
-            feedback = ErrorFeedback(wires.error_beta, wires.error_reset_steps)
-        codec = wires.gradients
+            feedback = ErrorFeedback(wires.error_beta, wires.error_reset_steps, scratch.keep)
+        codec, generator = wires.gradients, _generator(device, 2 * rank + 1)
         inside, across = plain[INSIDE], plain[ACROSS]
-        made[SHARDS] = QuantizedReduceScatter(inside, across, sums, codec, codec, scratch, feedback=feedback)
+        made[SHARDS] = QuantizedReduceScatter(
+            inside, across, sums, codec, codec, scratch, feedback=feedback, generator=generator
+        )
     elif wires.sums_in_hops:
         made[SHARDS] = TwoHopCommunicator(plain[INSIDE], plain[ACROSS], sums, scratch)
     return made
+
+
+def _generator(device: torch.device, seed: int) -> torch.Generator:
+    """Return a generator for rounding alone: draws from torch's default one would change the masks of dropout.
+
+    A recomputed forward, which begins with the state that the default one had, gathers at other moments.
+    """
+    return torch.Generator(device).manual_seed(seed)

@@ -38,3 +38,7 @@ class ArenaScratch:
     def lease(self, numel: int, dtype: torch.dtype) -> Lease:
         """Lease a tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
         return self._arena.allocate(numel, dtype, movable=False) or self._fallback.lease(numel, dtype)
+
+    def keep(self, nbytes: int) -> Tensor:
+        """Allocate memory beside the arena that is never returned, uint8 [nbytes], contents undefined."""
+        return self._fallback.keep(nbytes)

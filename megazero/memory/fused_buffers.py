@@ -53,6 +53,10 @@ class FusedBuffers:
         storage = self._free.pop()
         return BufferLease(self, storage, storage[:nbytes].view(dtype))
 
+    def keep(self, nbytes: int) -> Tensor:
+        """Allocate memory beside the buffers that is never returned, uint8 [nbytes], contents undefined."""
+        return self._allocate(nbytes)
+
     def _allocate_on_device(self, nbytes: int) -> Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._ledger.tag(buffer, "communication_buffers")

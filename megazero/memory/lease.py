@@ -22,12 +22,18 @@ class Scratch(Protocol):
     def lease(self, numel: int, dtype: torch.dtype) -> Lease:
         """Lease a tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
 
+    def keep(self, nbytes: int) -> Tensor:
+        """Allocate memory beside the pool's that is never returned, uint8 [nbytes], contents undefined."""
+
 
 class _NoScratch:
     """A scratch for communicators that sum nothing up but scalars, which need none."""
 
     def lease(self, numel: int, dtype: torch.dtype) -> Lease:
         raise AssertionError("this communicator has no scratch memory: it gathers, and reduces scalars")
+
+    def keep(self, nbytes: int) -> Tensor:
+        raise AssertionError("this communicator keeps nothing")
 
 
 NO_SCRATCH: Scratch = _NoScratch()

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megazero.comm.codec import BlockCodec
 from megazero.comm.error_feedback import ErrorFeedback
+from megazero.memory.fused_buffers import FusedBuffers
 
-CODEC = BlockCodec(4, 64)
+CODEC, SCRATCH = BlockCodec(4, 64), FusedBuffers(0, torch.device("cpu"))
 N = 150
 NEVER = 10**9
 
@@ -40,7 +41,7 @@ def plainly(codec: BlockCodec, source: Tensor) -> Tensor:
 def test_formula(beta: float) -> None:
     """The same in two lines, over calls with other numbers each and a reset after the third."""
     kept = BlockCodec(8, 16)
-    feedback, error = ErrorFeedback(beta, 3, codec=kept), torch.zeros(2, N)
+    feedback, error = ErrorFeedback(beta, 3, SCRATCH.keep, codec=kept), torch.zeros(2, N)
     for call in range(7):
         if call % 3 == 0:
             error = torch.zeros(2, N)
@@ -57,7 +58,7 @@ def test_formula(beta: float) -> None:
 @each("beta", [0.0, 0.5, 0.8])
 def test_sums_of_many_calls(beta: float) -> None:
     """Feedback's difference is bounded by e / (1 - beta), a scale or two; without, it grows with each call."""
-    x, feedback = numbers(rows=1), ErrorFeedback(beta, NEVER)
+    x, feedback = numbers(rows=1), ErrorFeedback(beta, NEVER, SCRATCH.keep)
     scale = x.abs().max().item() / 7
     total, without = torch.zeros_like(x), torch.zeros_like(x)
     for call in range(1, 301):
@@ -68,7 +69,7 @@ def test_sums_of_many_calls(beta: float) -> None:
 
 
 def test_keys_are_apart() -> None:
-    feedback, alone = ErrorFeedback(0.5, NEVER), ErrorFeedback(0.5, NEVER)
+    feedback, alone = ErrorFeedback(0.5, NEVER, SCRATCH.keep), ErrorFeedback(0.5, NEVER, SCRATCH.keep)
     for call in range(4):
         encode_with(feedback, numbers(100 + call), key=1)
         assert torch.equal(encode_with(feedback, numbers(call)), encode_with(alone, numbers(call)))
@@ -77,7 +78,7 @@ def test_keys_are_apart() -> None:
 
 
 def test_memory() -> None:
-    feedback = ErrorFeedback(0.5, NEVER)
+    feedback = ErrorFeedback(0.5, NEVER, SCRATCH.keep)
     assert feedback.nbytes == 0
     for key in (1, 2, 1):
         encode_with(feedback, numbers(), key=key)
@@ -86,7 +87,7 @@ def test_memory() -> None:
 
 @each("bad", [math.inf, math.nan])
 def test_an_overflow_is_no_part_of_later_calls(bad: float) -> None:
-    feedback, overflowed = ErrorFeedback(0.5, NEVER), numbers()
+    feedback, overflowed = ErrorFeedback(0.5, NEVER, SCRATCH.keep), numbers()
     encode_with(feedback, numbers(7))
     overflowed[0, 3] = bad
     assert not encode_with(feedback, overflowed)[0, 3].isfinite()
@@ -98,7 +99,7 @@ def test_an_overflow_is_no_part_of_later_calls(bad: float) -> None:
 @each("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_sources_of_every_dtype_stay_as_they_were(dtype: torch.dtype) -> None:
     x = numbers().to(dtype)
-    before, feedback = x.clone(), ErrorFeedback(0.5, NEVER)
+    before, feedback = x.clone(), ErrorFeedback(0.5, NEVER, SCRATCH.keep)
     total = torch.zeros(2, N, dtype=torch.float64)
     for _ in range(100):
         total += encode_with(feedback, x.transpose(0, 0)).double()

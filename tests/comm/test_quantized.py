@@ -155,7 +155,7 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 def many_sums(rank: int, num_calls: int, is_fed_back: bool) -> tuple[Tensor, Tensor, int]:
     """Sum the same numbers many times; return the sum of sums, the exact one, and the bytes of errors."""
     axes = node_axes(rank, 2, 2)
-    feedback = ErrorFeedback(0.5, 10**9) if is_fed_back else None
+    feedback = ErrorFeedback(0.5, 10**9, axes.pool.keep) if is_fed_back else None
     codec = BlockCodec(4, 16)
     axis = QuantizedReduceScatter(axes.inside, axes.across, axes.whole, codec, codec, axes.pool, feedback=feedback)
     total, output = torch.zeros(NUMEL), torch.empty(NUMEL)

@@ -203,6 +203,27 @@ def test_every_form_of_rounding_computes_other_numbers() -> None:
     assert len(set(found)) == len(forms)
 
 
+def generator_after(rank: int, zero: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """Return the state of torch's default generator after two steps, and the weights."""
+    engine = make_engine(rank, **zero)
+    for step in range(2):
+        take_step(engine, step)
+    state, weights = torch.get_rng_state(), [value.clone() for value in engine.state_dict().values()]
+    engine.close()
+    return state, weights
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("zero", [WEIGHTS, GRADIENTS, {**WEIGHTS, **GRADIENTS}], ids=str)
+def test_stochastic_rounding_draws_from_generators_of_its_own(zero: dict[str, Any]) -> None:
+    """The default one, from which a recomputed forward draws its dropout again, is left as it was."""
+    first, again = (run_ranks(RANKS, generator_after, {**zero, "zero_quantized_stochastic": True}) for _ in range(2))
+    plain = run_ranks(RANKS, generator_after, {})
+    for mine, repeated, expected in zip(first, again, plain, strict=True):
+        assert torch.equal(mine[0], expected[0])
+        assert all(torch.equal(one, other) for one, other in zip(mine[1], repeated[1], strict=True))
+
+
 class Sloped(nn.Module):
     """A function whose gradient is its input."""
 

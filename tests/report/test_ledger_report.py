@@ -13,15 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
 from megazero.comm.startup import make_mesh
+from megazero.config.engine_sections import ZeroConfig
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
+from megazero.parallel.data_axis import data_axis
 from megazero.parallel.topology import Topology
 from megazero.report.ledger_report import LedgerReport, ledger_scalars, traffic
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
+from megazero.zero.plan import wires
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {
@@ -161,6 +164,28 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert rank["drawn"] == [-1, 2, 0, 2]  # the second step and the fourth; title and heading
         assert json.loads(json.dumps(rank["record"])) == rank["record"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger_rank0000.html", "ledger_rank0001.html"]
+
+
+def kept_errors(rank: int, is_fed: bool) -> tuple[int, int]:
+    """Return the bytes of communication buffers after two steps, and the bytes of one byte a number in blocks."""
+    given: dict[str, Any] = {"zero_stage": 2, "zero_quantized_gradients": True, "zero_error_feedback": is_fed}
+    zero = ZeroConfig(**given)
+    with Ledger(CPU) as ledger:
+        scratch = FusedBuffers(1 << 20, CPU, ledger=ledger)
+        mesh = make_mesh(data_axis(zero, Topology(dp=2)), rank, CPU, scratch, wires=wires(zero))
+        steps = Steps(ledger, mesh, **given)
+        for _ in range(2):
+            steps.take()
+        found = ledger.live_bytes()["communication_buffers"] - scratch.total_bytes - steps.buffers.total_bytes
+        numels = [bucket.numel for section in steps.core.engine.layout.sections for bucket in section.buckets]
+        steps.core.engine.close()
+    return found, sum(2 * (n // 2 + 4 * -(-n // 2 // 256)) for n in numels)
+
+
+@pytest.mark.gloo
+def test_what_error_feedback_keeps_is_counted() -> None:
+    for (without, _), (found, expected) in zip(*(run_ranks(2, kept_errors, fed) for fed in (False, True)), strict=True):
+        assert found - without == expected > 0
 
 
 def test_a_run_without_a_ledger_reports_nothing(tmp_path: Path) -> None:

@@ -239,7 +239,8 @@ def late_mesh(mesh: Mesh, seed: int | None = None, wires: Wires = PLAIN) -> Mesh
             late[id(metered)] = MeteredCommunicator(inner, metered._axis, mesh.meter, links=metered._links)
     communicators = {key: late.get(id(one), one) for key, one in plain.items()}
     scratch = FusedBuffers(_SCRATCH_BYTES, mesh.device)
-    return replace(mesh, communicators=communicators | stack(wires, plain_parts(mesh.topology, communicators), scratch))
+    stacked = stack(wires, plain_parts(mesh.topology, communicators), scratch, mesh.device, mesh.rank)
+    return replace(mesh, communicators=communicators | stacked)
 
 
 def _plain(communicator: Communicator) -> Communicator:

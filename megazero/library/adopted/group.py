@@ -82,6 +82,9 @@ class _AllocatedScratch:
     def lease(self, numel: int, dtype: torch.dtype) -> "_Lease":
         return _Lease(torch.empty(numel, dtype=dtype, device=own_device()))
 
+    def keep(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=own_device())
+
 
 class _Lease:
     def __init__(self, tensor: torch.Tensor) -> None:
