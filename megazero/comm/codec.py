@@ -85,16 +85,21 @@ class BlockCodec:
         for piece in self.pieces(encoded, output.shape[-1]):
             output[..., piece.place] += self.decode_piece(piece, output.dtype)
 
-    def pieces(self, encoded: Tensor, n: int) -> Iterator[Piece]:
-        """Divide encoded rows of n numbers into pieces, the same for every codec; their tensors are views."""
-        if not n:
+    def pieces(self, encoded: Tensor, n: int, within: slice | None = None) -> Iterator[Piece]:
+        """Divide encoded rows of n numbers into pieces, the same for every codec; their tensors are views.
+
+        within: a part of the rows, from a block's first number and of 8 bits each, in place of all.
+        """
+        first, last = (0, n) if within is None else (within.start, within.stop)
+        assert first % self.block == 0, "parts are blocks"
+        if first == last:
             return
         num_rows = encoded.shape[:-1].numel()
         step = max(_PIECE // max(num_rows, 1) // _LARGEST_BLOCK, 1) * _LARGEST_BLOCK
         begins = self._scales_begin(n)
         scales = encoded[..., begins : self.encoded_bytes(n)].view(torch.float32)
-        for begin in range(0, n, step):
-            end = min(begin + step, n)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
             stored = encoded[..., self._stored(begin) : self._stored(end)]
             yield Piece(slice(begin, end), stored, scales[..., begin // self.block : -(-end // self.block)])
 

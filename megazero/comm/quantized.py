@@ -52,6 +52,28 @@ class QuantizedGather(ForwardingCommunicator):
         encoded.release()
 
 
+class EncodedGather:
+    """Gathers of rows that every rank stores encoded, and which are decoded where they arrive."""
+
+    def __init__(self, communicator: Communicator, codec: BlockCodec, scratch: Scratch) -> None:
+        """scratch: lends what is gathered, encoded, for each call that has not been waited for."""
+        self._communicator = communicator
+        self._codec = codec
+        self._scratch = scratch
+        self._hops = Hops()
+
+    def gather_into(self, output: Tensor, row: Tensor, label: int | None = None) -> Work:
+        """Begin to gather every rank's row, uint8 [encoded_bytes(n)], as numbers [ranks n] in rank order."""
+        return self._hops.begin(self._gather(output, row, label), 1)
+
+    def _gather(self, output: Tensor, row: Tensor, label: int | None) -> _Hops:
+        size = self._communicator.size
+        encoded = self._scratch.lease(size * row.numel(), torch.uint8)
+        yield [self._communicator.all_gather_into(encoded.tensor, row, label)]
+        self._codec.decode(encoded.tensor.view(size, -1), output.view(size, -1))
+        encoded.release()
+
+
 class QuantizedReduceScatter(ForwardingCommunicator):
     """A communicator whose reduce-scatters send quantized numbers; all else is that of `whole`.
 

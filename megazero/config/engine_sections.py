@@ -73,6 +73,9 @@ class ZeroConfig:
         ge=1,
     )
     zero_quantized_weights: bool = setting(False, help="stage 3: gather parameters as blocks of integers (qwZ, ZeRO++)")
+    zero_quantized_nontrainable_weights: bool = setting(
+        False, help="stage 3: keep frozen parameters as blocks of 8-bit integers, and gather them so"
+    )
     zero_quantized_gradients: bool = setting(
         False,
         help="reduce gradients as blocks of integers, by an exchange inside the nodes and one across (qgZ, ZeRO++)",

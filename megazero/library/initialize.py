@@ -98,6 +98,9 @@ def initialize(
     )
     trains = optimizer is not None or settings.optimizer is not None
     frozen = freeze_untrained(model, trains=trains)
+    if plan.frozen is not None and mesh.world.rank == 0 and all(p.requires_grad for p in model.parameters()):
+        setting = "zero.zero_quantized_nontrainable_weights: true"
+        warnings.warn(f"{setting}: moot here, because every parameter is trained", stacklevel=2)
     chosen = choose(optimizer, settings.optimizer, model)
     rates = LearningRates(chosen.groups, settings.scheduler, samples_per_step=batch.train, decoupled=chosen.decoupled)
     if mesh.world.rank == 0:

@@ -87,6 +87,7 @@ _STAGE_3 = (
     "leaf_module_name_suffixes",
     "zero_hpz_partition_size",
     "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
 )
 _DELAYED = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _DYNAMIC_SCALE = (
@@ -206,8 +207,23 @@ SHARED: tuple[Row[SharedSections], ...] = (
         {"zero_quantized_gradients": True},
     ),
     Row(
-        ("zero_quantized_block_size", "zero_quantized_stochastic"),
-        lambda s: "" if s.zero.zero_quantized_weights or s.zero.zero_quantized_gradients else "nothing is quantized",
+        ("zero_quantized_block_size",),
+        lambda s: (
+            ""
+            if s.zero.zero_quantized_weights
+            or s.zero.zero_quantized_gradients
+            or s.zero.zero_quantized_nontrainable_weights
+            else "nothing is quantized"
+        ),
+        {"zero_quantized_gradients": True},
+    ),
+    Row(
+        ("zero_quantized_stochastic",),
+        lambda s: (
+            ""
+            if s.zero.zero_quantized_weights or s.zero.zero_quantized_gradients
+            else "nothing that is sent is quantized"
+        ),
         {"zero_quantized_gradients": True},
     ),
     Row(
@@ -794,6 +810,7 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"device": "cpu"},
     ),
     Row(("override_module_apply",), lambda c: "nothing in a run calls Module.apply"),
+    Row(("zero_quantized_nontrainable_weights",), lambda c: "a run trains every parameter"),
     Row(
         ("leaf_module_classes", "leaf_module_names", "leaf_module_name_suffixes"),
         lambda c: "every process of a run computes with the same layers in the same order",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megazero.comm.interface import FILE, HOST, Communicator
 from megazero.comm.mesh import Mesh
+from megazero.comm.quantized import EncodedGather
 from megazero.config.engine_sections import UNLIMITED, ZeroConfig
 from megazero.errors import Problem, UsageError, raise_problems
 from megazero.memory.address_book import ArenaStatistics
@@ -46,7 +47,7 @@ from megazero.zero.layout import (
 )
 from megazero.zero.module_apply import gather_around_apply, restore_apply
 from megazero.zero.offloaded import OffloadedStates
-from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan
+from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan, wires
 from megazero.zero.presence import NOTHING, GradientPresence
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
@@ -121,7 +122,9 @@ def plan_layout(
         )
         for spec, parameter in named_specs(model)
     ]
-    return build_layout(units, slots, LayoutRules(partitions, _bucket_numel(zero, partitions)))
+    block = 1 if plan.frozen is None else plan.frozen.block
+    rules = LayoutRules(partitions, _bucket_numel(zero, partitions), frozen_block=block)
+    return build_layout(units, slots, rules)
 
 
 def _bucket_numel(zero: ZeroConfig, partitions: int) -> int:
@@ -226,6 +229,7 @@ class Engine:
             zero,
             secondary=mesh.secondary,
             exact=mesh.gathering,
+            frozen=None if plan.frozen is None else EncodedGather(mesh.gathering, plan.frozen, buffers),
             ranks_may_differ=settings.serves_user_code,
             take_updated=self._publisher.take_updated,
             timers=settings.timers,
@@ -485,7 +489,23 @@ class Engine:
         itemsize = max(self.plan.gradient_wire.itemsize, self.plan.gradient.itemsize)
         if self.settings.zero.zero_quantized_gradients:  # sums of decoded numbers are in fp32 at least
             itemsize = max(itemsize, torch.float32.itemsize)
-        return self.layout.max_bucket_numel * itemsize
+        return max(self.layout.max_bucket_numel * itemsize, self._largest_frozen_bytes)
+
+    @property
+    def _largest_frozen_bytes(self) -> int:
+        """The bytes of the largest frozen bucket in the buffers of a wire that has some for gathers; else 0."""
+        travel, inside, largest = wires(self.settings.zero), self.mesh.topology.inside, 0
+        codecs = [codec for codec in (travel.weights, self.plan.frozen) if codec is not None]
+        for section in self.layout.sections:
+            if section.trainable or not section.partitioned:
+                continue
+            for bucket in section.buckets:
+                numel = bucket.numel // bucket.partitions
+                sizes = [bucket.partitions * codec.encoded_bytes(numel) for codec in codecs]
+                if inside > 1:  # gathers may take two hops, of which the first is of one rank a node
+                    sizes.append(bucket.partitions // inside * numel * section.dtype.itemsize)
+                largest = max(largest, *sizes, 0)
+        return largest
 
     @property
     def gathered_numel(self) -> tuple[int, int]:
@@ -595,6 +615,7 @@ class Engine:
         """
         self.num_weight_changes += 1
         self._gather.release_all()  # gathered parameters are copies of the old values
+        self._shards.close_encoded()
         self._update.publish_masters(self.layout.trainable_buckets)
         self.ensure_parameters()
         if weights_only and not self.settings.zero.load_from_fp32_weights:

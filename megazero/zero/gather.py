@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megazero.comm.interface import Communicator
+from megazero.comm.quantized import EncodedGather
 from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import Problem, UsageError
 from megazero.memory.copies import Arrival
@@ -40,9 +41,10 @@ class ParameterGather:
         take_updated: Callable[[Bucket], Arrival],
         secondary: Communicator | None = None,
         exact: Communicator | None = None,
+        frozen: EncodedGather | None = None,
         ranks_may_differ: bool = True,
     ) -> None:
-        """take_updated, secondary, exact: as for `UnitMemory`.
+        """take_updated, secondary, exact, frozen: as for `UnitMemory`.
 
         ranks_may_differ: False if all ranks surely gather the same units in the same order.
         """
@@ -55,6 +57,7 @@ class ParameterGather:
             take_updated=take_updated,
             secondary=secondary,
             exact=exact,
+            frozen=frozen,
             autograd_retains_memory=not zero.memory_efficient_linear,
             labels_gathers=ranks_may_differ or zero.enable_sanity_checks,
             compares_labels=zero.enable_sanity_checks,

@@ -17,6 +17,7 @@ in reverse order, so buckets then complete one after the other from the end of t
 between stages is which rank stores which ranges (`plan.py`).  Flatness never shows outside `zero/`.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,16 +37,27 @@ _PARTITION_NUMEL = 1 << 19
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """The rules of a layout.  partitions: ranks of the partition axis; bucket_numel, alignment: in elements."""
+    """The rules of a layout.  partitions: ranks of the partition axis; bucket_numel, alignment: in elements.
+
+    frozen_block: the elements of a block of those that are stored in blocks: partitioned frozen parameters begin at the
+    first of one, and their partitions are whole blocks.
+    """
 
     partitions: int
     bucket_numel: int
     alignment: int = 16
+    frozen_block: int = 1
 
     @property
     def quantum(self) -> int:
         """The elements of which every bucket is a multiple, so that every partition is aligned."""
         return self.partitions * self.alignment
+
+    def for_section(self, *, trainable: bool, partitioned: bool) -> "LayoutRules":
+        """Return the rules of a section: with blocks only where its parameters are stored in them."""
+        if trainable or not partitioned or self.frozen_block == 1:
+            return replace(self, frozen_block=1)
+        return replace(self, alignment=math.lcm(self.alignment, self.frozen_block))
 
 
 class Range(NamedTuple):
@@ -152,8 +164,8 @@ class Section:
 
     @cached_property
     def used_numel(self) -> int:
-        """The elements of parameters, without padding."""
-        return self.slots[-1].stop
+        """The elements of parameters, without padding, at the end or between them."""
+        return sum(slot.spec.numel for slot in self.slots)
 
     def group_runs(self, within: Range) -> Iterator[tuple[int, Range]]:
         """Yield (group, range) pieces that tile `within`: at most one per optimizer group; padding is in the last."""
@@ -217,9 +229,11 @@ def build_layout(units: Sequence[Unit], parameters: Iterable[Slot], rules: Layou
         for slot in (by_name[name] for name in unit.parameters):
             keyed.setdefault((slot.dtype, slot.spec.trainable, slot.partitioned), []).append(slot)
         for key, members in keyed.items():
-            slots = _in_order(members)
-            numel = -(-slots[-1].stop // rules.quantum) * rules.quantum
-            buckets = tuple(_buckets(len(sections), first_bucket, slots, numel, rules))
+            _, trainable, partitioned = key
+            of_section = rules.for_section(trainable=trainable, partitioned=partitioned)
+            slots = _in_order(members, of_section.frozen_block)
+            numel = -(-slots[-1].stop // of_section.quantum) * of_section.quantum
+            buckets = tuple(_buckets(len(sections), first_bucket, slots, numel, of_section))
             first_bucket += len(buckets)
             sections.append(Section(len(sections), unit.name, *key, slots, buckets, numel))
     return FlatLayout(rules, tuple(sections))
@@ -260,12 +274,12 @@ def choose_persistent(specs: Iterable[ParamSpec], *, smaller_than: int, total: i
     return chosen
 
 
-def _in_order(members: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Place the slots of one section, one behind the other."""
+def _in_order(members: Sequence[Slot], block: int) -> tuple[Slot, ...]:
+    """Place the slots of one section, one behind the other, each at the beginning of a block."""
     slots, start = [], 0
     for slot in sorted(members, key=lambda slot: slot.group):  # stable: forward order within a group
         slots.append(replace(slot, start=start))
-        start = slots[-1].stop
+        start = -(-slots[-1].stop // block) * block
     return tuple(slots)
 
 

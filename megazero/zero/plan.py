@@ -19,6 +19,9 @@ that of master weights and moments, in stages 1 to 3, and reduced gradients are 
 host memory unless the configuration moves them to files as well.  A share of all these may stay on the device, and of
 what would be in files a share in host memory.  The home of parameters, in stage 3, is that of their partitions, which
 are gathered to the device for use.
+
+Frozen parameters have a working parameter only.  Where that is partitioned it may be stored, and gathered, as blocks of
+8-bit integers.
 """
 
 from dataclasses import dataclass
@@ -92,6 +95,9 @@ class ZeroPlan:
 
     max_parameters_in_host: int = 0
     """The elements of partitions that stay in host memory on a rank, if the parameters' home is files."""
+
+    frozen: BlockCodec | None = None
+    """The form in which partitions of frozen parameters are stored and gathered; None: they are stored as others."""
 
     secondary: int = 1
     """The ranks over which gathered parameters are partitioned a second time; 1: they are not."""
@@ -224,6 +230,7 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
         share_at_home=zero.offload_optimizer_ratio,
         share_in_files=zero.offload_optimizer_nvme_ratio,
         max_parameters_in_host=zero.offload_param_max_in_cpu,
+        frozen=BlockCodec(8, zero.zero_quantized_block_size) if zero.zero_quantized_nontrainable_weights else None,
         secondary=secondary_size(zero),
     )
 

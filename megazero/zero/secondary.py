@@ -25,7 +25,7 @@ class SecondaryPartitions:
         self._units: set[str] = set()  # whose parameters are here
         self._flats: dict[int, Tensor] = {}
         for section in shards.layout.sections if communicator.size > 1 else ():
-            if section.partitioned:
+            if section.partitioned and not shards.is_encoded(section):
                 flat = self._flats[section.index] = self._home.zeros(section.numel // communicator.size, section.dtype)
                 shards.ledger.tag(flat, "parameters")
 
@@ -42,7 +42,7 @@ class SecondaryPartitions:
         if not self._flats or unit in self._units:
             return
         for section in sections:
-            for bucket in section.buckets:
+            for bucket in section.buckets if section.index in self._flats else ():
                 mine = self._mine(bucket, self._shards.flat(section)[bucket.start : bucket.stop])
                 self._home.store(self._place(bucket), mine).wait()  # the gathered memory may be freed next
         self._units.add(unit)

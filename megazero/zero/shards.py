@@ -29,6 +29,7 @@ from megazero.memory.file_states import FileSlice, FileState, FileStates
 from megazero.memory.homes import DeviceHome, StateHome
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.param_spec import ParamSpec, StateFragment
+from megazero.zero.encoded_shards import EncodedShard, EncodedSlice
 from megazero.zero.gradient_guard import may_have
 from megazero.zero.late_update import LateUpdate
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
@@ -139,7 +140,7 @@ class Shards:
             for bucket in layout.trainable_buckets
         }
         self._offsets = self._offsets_by_bucket()
-        self._working_shards: dict[int, Tensor | FileState] = {}
+        self._working_shards: dict[int, Tensor | FileState | EncodedShard] = {}
         self._first_elements: dict[int, int] = {}  # of sections in the shards that have several
         self._make_parameter_file()
         self._flats = [self._attach_parameters(section, first_value) for section in layout.sections]
@@ -200,7 +201,27 @@ class Shards:
         shard = self._working_shards.get(bucket.section)
         if shard is None:
             return self._flats[bucket.section][within.start : within.stop]
+        assert not isinstance(shard, EncodedShard), "what is stored encoded has no view"
         return shard[self._place_in_shard(bucket, within)]
+
+    def encoded_row(self, bucket: Bucket) -> Tensor | None:
+        """Return this rank's partition of a bucket as it is stored encoded, uint8; None if it is stored as numbers."""
+        shard = self._working_shards[bucket.section]
+        return shard.row(self._number_in_section(bucket)) if isinstance(shard, EncodedShard) else None
+
+    def is_encoded(self, section: Section) -> bool:
+        """Return True if this rank's partitions of the section are stored encoded."""
+        is_frozen = section.partitioned and not section.trainable
+        return self.plan.frozen is not None and is_frozen and section.dtype.is_floating_point
+
+    def close_encoded(self, *, discards: bool = False) -> None:
+        """Store what has been written to `wanted_state` of encoded partitions, or discard it."""
+        for shard in self._working_shards.values():
+            if isinstance(shard, EncodedShard):
+                shard.close(discards=discards)
+
+    def _number_in_section(self, bucket: Bucket) -> int:
+        return bucket.index - self.layout.sections[bucket.section].buckets[0].index
 
     def _place_in_shard(self, bucket: Bucket, within: Range) -> slice:
         """Return the place of a range in the working shard of a partitioned section."""
@@ -436,22 +457,31 @@ class Shards:
                 for part in self._parts(bucket, self.partition(bucket)):
                     for fragment in bucket.fragments_in(part):
                         if fragment.spec.is_counted_on(coordinates):
-                            yield from self._state_of(bucket, fragment)
+                            yield from self._state_of(bucket, fragment, is_written=False)
 
     def wanted_state(self) -> Iterator[StateFragment]:
-        """Yield the state that a checkpoint must fill: all state on this rank that isn't computed from the rest."""
+        """Yield the state that a checkpoint must fill: all state on this rank that isn't computed from the rest.
+
+        What is written to encoded partitions is stored by `close_encoded`.
+        """
+        self.close_encoded(discards=True)  # what a load that failed has left
         for section in self.layout.sections:
             for bucket in section.buckets:
                 for part in self._parts(bucket, self.loaded(bucket)):
                     for fragment in bucket.fragments_in(part):
-                        yield from self._state_of(bucket, fragment)
+                        yield from self._state_of(bucket, fragment, is_written=True)
 
-    def _state_of(self, bucket: Bucket, fragment: Fragment) -> Iterator[StateFragment]:
+    def _state_of(self, bucket: Bucket, fragment: Fragment, *, is_written: bool) -> Iterator[StateFragment]:
         spec, start, stop, within = fragment
         if not spec.trainable:
             shard = self._working_shards.get(bucket.section)
+            working: Tensor | FileSlice | EncodedSlice
             if isinstance(shard, FileState):
-                working: Tensor | FileSlice = FileSlice(shard, self._place_in_shard(bucket, within))
+                working = FileSlice(shard, self._place_in_shard(bucket, within))
+            elif isinstance(shard, EncodedShard):
+                first, number = self.partition(bucket).start, self._number_in_section(bucket)
+                row = within.start - first, within.stop - first
+                working = EncodedSlice(shard, number, *row, is_written=is_written)
             else:
                 working = self.working(bucket, within)
             yield StateFragment(spec, "weight", start, stop, working)
@@ -507,7 +537,13 @@ class Shards:
     def _attach_parameters(self, section: Section, first_value: FirstValue) -> Tensor:
         """Copy a section's values to where they are stored; the module's own tensors are freed one by one."""
         if section.partitioned:
-            if section.index not in self._working_shards:
+            if self.is_encoded(section):
+                assert self.plan.frozen is not None
+                numels = [self.partition(bucket).numel for bucket in section.buckets]
+                encoded = EncodedShard(self.plan.frozen, numels, section.dtype, self.parameter_home)
+                self._working_shards[section.index] = encoded
+                self.ledger.tag(encoded.stored, "parameters")
+            elif section.index not in self._working_shards:
                 numel = section.numel // self.layout.rules.partitions
                 shard = self._working_shards[section.index] = self.parameter_home.zeros(numel, section.dtype)
                 self.ledger.tag(shard, "parameters")
@@ -548,8 +584,14 @@ class Shards:
         """Write this rank's partition of a parameter's value to the working shard."""
         for bucket in section.buckets:
             fragment = bucket.fragment_of(name, self.partition(bucket))
-            if fragment is not None:
-                self.working(bucket, fragment.within).copy_(value[fragment.start : fragment.stop])
+            if fragment is None:
+                continue
+            mine, shard = value[fragment.start : fragment.stop], self._working_shards[section.index]
+            if isinstance(shard, EncodedShard):
+                start = fragment.within.start - self.partition(bucket).start
+                shard.write(self._number_in_section(bucket), start, mine.to(section.dtype))
+            else:
+                self.working(bucket, fragment.within).copy_(mine)
 
     def _make_hollow_flat(self, section: Section) -> Tensor:
         """Make a flat tensor with the section's parameters as its views, and no memory."""
@@ -621,7 +663,9 @@ class Shards:
 
     @property
     def _shards_in_memory(self) -> list[Tensor]:
-        return [shard for shard in self._working_shards.values() if isinstance(shard, Tensor)]
+        shards = self._working_shards.values()
+        stored = (shard.stored if isinstance(shard, EncodedShard) else shard for shard in shards)
+        return [shard for shard in stored if isinstance(shard, Tensor)]
 
     def _make_parameter_file(self) -> None:
         """Make the file of each number format's partitions, of those sections that have no place in host memory."""

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megazero.comm.interface import Communicator, LabelMismatch, Work
 from megazero.comm.local import LocalCommunicator
+from megazero.comm.quantized import EncodedGather
 from megazero.errors import CollectiveError, Problem
 from megazero.memory.copies import ARRIVED, Arrival
 from megazero.zero.guard import guard, unguard
@@ -90,6 +91,7 @@ class UnitMemory:
     take_updated: returns the arrival of a partition's updated values on the device, which its next gather must follow.
     secondary: the ranks over which gathered parameters are partitioned a second time.
     exact: a communicator of the same ranks for what is gathered for a user; by default the same.
+    frozen: gathers what is stored encoded, for passes and for a user; None where nothing is.
     """
 
     def __init__(
@@ -103,10 +105,12 @@ class UnitMemory:
         take_updated: Callable[[Bucket], Arrival] = lambda bucket: ARRIVED,
         secondary: Communicator | None = None,
         exact: Communicator | None = None,
+        frozen: EncodedGather | None = None,
     ) -> None:
         self._shards = shards
         self._communicator = communicator
         self._exact = exact or communicator
+        self._frozen = frozen
         self.rounds = self._exact is not communicator
         """True if gathers for passes round what they send."""
         self.secondary = SecondaryPartitions(shards, secondary or LocalCommunicator())
@@ -152,6 +156,10 @@ class UnitMemory:
             if self._compares_labels and label is not None:
                 self._compare_labels(unit)
             whole = self._shards.flat(self._shards.layout.sections[bucket.section])[bucket.start : bucket.stop]
+            if self._frozen is not None and (row := self._shards.encoded_row(bucket)) is not None:
+                with torch.no_grad():
+                    unit.works[bucket.index] = (self._frozen.gather_into(whole, row, label),)
+                return
             is_near = self.secondary.has(unit.name) and not unit.is_exact
             source = self.secondary if is_near else self._shards
             with torch.no_grad():

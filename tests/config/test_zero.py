@@ -22,9 +22,14 @@ def test_defaults_are_megazeros_own() -> None:
     assert (zero.communication_data_type, zero.gradient_predivide_factor) == ("auto", 1.0)
     off = {"prescale_gradients", "enable_sanity_checks", "delayed_parameter_update", "offload_gradients_nvme"}
     off |= {"hierarchical_collectives", "mics_hierarchical_params_gather", "zero_quantized_weights"}
-    off |= {"zero_quantized_gradients", "zero_quantized_stochastic", "zero_error_feedback"}
+    off |= {
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients",
+        "zero_quantized_stochastic",
+        "zero_error_feedback",
+    }
     switches = {info.name: info.default for info in describe("zero", ZeroConfig) if info.kind in ("bool", "switch")}
-    assert {name for name, value in switches.items() if not value} == off and len(switches) == 21
+    assert {name for name, value in switches.items() if not value} == off and len(switches) == 22
 
 
 def test_stage_3s_settings_have_deepspeeds_other_name_too() -> None:

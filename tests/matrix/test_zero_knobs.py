@@ -407,6 +407,7 @@ ELSEWHERE = {
     "mics_hierarchical_params_gather",
     "zero_hpz_partition_size",
     "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
     "zero_quantized_gradients",
     "zero_quantized_weights_bits",
     "zero_quantized_gradients_bits",

@@ -365,6 +365,7 @@ UNREAD: Mapping[str, object] = MappingProxyType(
         "leaf_module_classes": ["Experts"],
         "leaf_module_names": ["layers.0"],
         "leaf_module_name_suffixes": ["experts"],
+        "zero_quantized_nontrainable_weights": True,
     }
 )
 

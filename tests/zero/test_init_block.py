@@ -354,7 +354,6 @@ def test_a_configuration(said: dict[str, Any]) -> None:
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     wrong = {
         "remote_device": "nvme",
-        "zero_quantized_nontrainable_weights": True,
         "zero_param_parallel_group": object(),
         "param_swapper": object(),
         "dtype": torch.int8,
@@ -362,7 +361,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     }
     with pytest.raises(ConfigError) as error:
         Init(**wrong, config_dict_or_path={}, mpu=object(), data_parallel_group=object())
-    assert len(error.value.problems) == 7
+    assert len(error.value.problems) == 6
     assert all(name in str(error.value) for name in (*wrong, "config_dict_or_path", "mpu", "data_parallel_group"))
     assert Init(None, None, True, "none", False).enabled
     first = ("module", "data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory")

@@ -50,6 +50,7 @@ _ZERO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "mics_hierarchical_params_gather": False,
         "zero_hpz_partition_size": 1,
         "zero_quantized_weights": False,
+        "zero_quantized_nontrainable_weights": False,
         "zero_quantized_gradients": False,
     }
 )
@@ -330,7 +331,6 @@ class Refused:
     legal: str = ""
 
 
-_QUANTIZED = "frozen parameters are stored as they are; zero_quantized_weights gathers them as blocks of integers"
 _MASTERS = "master weights are fp32: a weight of 16 bits would lose updates below 1/256 of it (bf16) or 1/2048 (fp16)"
 _RECOMPUTE = (
     "what is recomputed is the model's choice: pretrain_gpt.py has --recompute-granularity, a model of one's own calls"
@@ -341,7 +341,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
     {
         "aio.use_gds": Refused("files of states come to host memory, where they are updated"),
         "zero_optimization.zenflow": Refused("an update waits for all gradients of its step"),
-        "zero_optimization.zero_quantized_nontrainable_weights": Refused(_QUANTIZED),
         "zero_optimization.legacy_stage1": Refused("there is one implementation of every ZeRO stage"),
         "zero_optimization.parameter_alignment": Refused("parameters lie in their bucket without gaps"),
         "zero_optimization.partition_stream_chunk_size": Refused(

@@ -105,10 +105,11 @@ class Init:
     closed once the engine has taken over all that is in it.  Host memory holds three blocks of 8 MiB of them.
     pin_memory: whether a GPU copies to and from host memory, or those buffers, beside its computation.
     zero_quantized_weights: the engine gathers parameters as blocks of integers, as if its configuration said so.
+    zero_quantized_nontrainable_weights: it stores frozen ones so, likewise.
     zero_param_parallel_group: the torch group of the neighbours over which the engine partitions gathered parameters a
-    second time, as if its configuration's zero_hpz_partition_size were the group's size.  These two, and the same keys
-    of a configuration given here, may not contradict the engine's configuration (`wires.py`).
-    param_swapper, zero_quantized_nontrainable_weights: refused, not implemented.
+    second time, as if its configuration's zero_hpz_partition_size were the group's size.  These three, and the same
+    keys of a configuration given here, may not contradict the engine's configuration (`wires.py`).
+    param_swapper: refused, not implemented.
     """
 
     module: nn.Module | None = None
@@ -404,7 +405,11 @@ class Init:
 
     def _take_wires(self, config: EngineConfig | None) -> None:
         """Take the wires of the arguments and of the configuration, which agree; a collective call with a group."""
-        self._wires = {wires_of_arguments(self.zero_quantized_weights, self.zero_param_parallel_group)}
+        switches = {
+            "zero_quantized_weights": self.zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
+        }
+        self._wires = {wires_of_arguments(switches, self.zero_param_parallel_group)}
         check_groups(self._wires, self._communicator, self._device)
         if config is not None:
             self._wires.add(wires_of_config(with_wires(config, self._wires).zero))
@@ -430,10 +435,6 @@ def _problems(init: Init, config: EngineConfig | None) -> Iterator[Problem]:
     if init.pin_memory and init.remote_device in (None, "none"):
         rule = "memory is pinned of slices that live in host memory, or pass through it"
         yield Problem("Init(pin_memory=True)", rule, 'Init(remote_device="cpu", pin_memory=True)')
-    if init.zero_quantized_nontrainable_weights:
-        rule = "frozen parameters are stored as they are"
-        legal = "zero_quantized_weights=True, which gathers them as blocks of integers"
-        yield Problem("Init(zero_quantized_nontrainable_weights=True)", rule, legal)
     if init.zero_param_parallel_group is not None and not is_group(init.zero_param_parallel_group):
         given = f"Init(zero_param_parallel_group={shown(init.zero_param_parallel_group)})"
         yield Problem(given, "it is a process group of torch that this process belongs to", "new_group(...)")

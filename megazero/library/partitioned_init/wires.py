@@ -21,8 +21,15 @@ from megazero.library.config import EngineConfig, load_engine_config
 from megazero.zero.plan import Placement, resolve
 
 _SECONDARY_SIZE = "zero_hpz_partition_size"
-_FORM = ("zero_quantized_weights_bits", "zero_quantized_block_size", "zero_quantized_stochastic")  # of such weights
-_NAMES = ("zero_quantized_weights", *_FORM, _SECONDARY_SIZE)
+_BLOCK = "zero_quantized_block_size"
+# {setting: those of the form of what it has quantized}
+_FORMS = MappingProxyType(
+    {
+        "zero_quantized_weights": ("zero_quantized_weights_bits", _BLOCK, "zero_quantized_stochastic"),
+        "zero_quantized_nontrainable_weights": (_BLOCK,),
+    }
+)
+_NAMES = (*_FORMS, *dict.fromkeys(name for form in _FORMS.values() for name in form), _SECONDARY_SIZE)
 _DEFAULTS = MappingProxyType({info.name: info.default for info in SETTINGS[ZeroConfig] if info.name in _NAMES})
 
 
@@ -40,15 +47,15 @@ class GivenWires:
 
 def wires_of_config(zero: ZeroConfig) -> GivenWires:
     """Return the wires that a configuration asks for."""
-    names = [name for name in _NAMES if zero.zero_quantized_weights or name not in _FORM]
-    values = {name: getattr(zero, name) for name in names}
+    forms = {name for switch, form in _FORMS.items() if getattr(zero, switch) for name in form}
+    values = {name: getattr(zero, name) for name in (*_FORMS, *forms, _SECONDARY_SIZE)}
     return GivenWires(tuple((name, value) for name, value in values.items() if value != _DEFAULTS[name]))
 
 
-def wires_of_arguments(quantized_weights: bool, group: Any) -> GivenWires:
-    """Return the wires that the arguments of an Init ask for; group: torch's, or None."""
+def wires_of_arguments(switches: Mapping[str, bool], group: Any) -> GivenWires:
+    """Return the wires that the arguments of an Init ask for; switches: by setting; group: torch's, or None."""
     ranks = () if group is None else ranks_of(group)
-    weights = {"zero_quantized_weights": True} if quantized_weights else {}
+    weights = {name: True for name, is_on in switches.items() if is_on}
     size = {_SECONDARY_SIZE: len(ranks)} if len(ranks) > 1 else {}
     return GivenWires(tuple({**weights, **size}.items()), ranks)
 

@@ -43,6 +43,7 @@ ZERO = {
     "mics_hierarchical_params_gather": False,
     "zero_hpz_partition_size": 1,
     "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
     "zero_quantized_gradients": False,
 }
 ZERO_BESIDE = (
@@ -50,7 +51,7 @@ ZERO_BESIDE = (
     " stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold"
     " stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save"
     " stage3_gather_fp16_weights_on_model_save legacy_stage1 round_robin_gradients"
-    " zero_quantized_nontrainable_weights pipeline_loading_checkpoint parameter_alignment compute_grad_norm"
+    " pipeline_loading_checkpoint parameter_alignment compute_grad_norm"
     " stage3_module_granularity_threshold log_trace_cache_warnings save_muon_momentum_buffer_in_memory"
 )
 TOP = (

@@ -512,7 +512,6 @@ def test_overrides_of_tensors() -> None:
         ({"remote_device": "nvme", "config": {}}, "with a configuration without nvme_path"),
         ({"remote_device": "nvme", "config_dict_or_path": {"zero": {"zero_stage": 3}}}, "nvme_path"),
         ({"pin_memory": True}, "pin_memory"),
-        ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights"),
         ({"zero_param_parallel_group": object()}, "zero_param_parallel_group"),
         ({"param_swapper": object()}, "param_swapper"),
         ({"tensor_overrides": ["layout"]}, "layout"),
