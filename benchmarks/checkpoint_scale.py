@@ -158,7 +158,10 @@ def saved(root: Path, world_size: int, processes: int) -> dict[str, Any]:
 
 
 def opened(folder: Path, rank: int, world_size: int, wanted: str) -> dict[str, Any]:
-    """Open a checkpoint and check what one rank wants of it; return seconds, memory and the bytes that were parsed."""
+    """Open a checkpoint and check what one rank wants of it; return seconds and memory.
+
+    Checking comes in two steps: what is wanted, and then a rank's share of the hashes of all indices, rank 0's.
+    """
     before, began = peak(), time.perf_counter()
     checkpoint = open_checkpoint(folder)
     seconds = [time.perf_counter() - began]
@@ -174,7 +177,11 @@ def opened(folder: Path, rank: int, world_size: int, wanted: str) -> dict[str, A
     began = time.perf_counter()
     checkpoint.check(fragments)
     seconds.append(time.perf_counter() - began)
-    return {"open_seconds": seconds[0], "check_seconds": seconds[1], "peak_bytes": peak(), "before_bytes": before}
+    began = time.perf_counter()
+    checkpoint.check_files(rank=0, size=world_size)
+    seconds.append(time.perf_counter() - began)
+    names = ("open_seconds", "check_seconds", "share_seconds")
+    return {**dict(zip(names, seconds, strict=True)), "peak_bytes": peak(), "before_bytes": before}
 
 
 def in_a_process(folder: Path, rank: int, world_size: int, wanted: str) -> dict[str, Any]:
@@ -190,7 +197,8 @@ def write_version_1(folder: Path) -> None:
     body = json.loads((folder / MANIFEST).read_bytes())
     boxes: dict[str, list[Any]] = {}
     for entry in body.pop("indices"):
-        for file in json.loads((folder / entry["name"]).read_bytes())["files"]:
+        _, *tables = map(json.loads, (folder / entry["name"]).read_bytes().splitlines())
+        for file in (file for each in tables for file in each["files"]):
             boxes.setdefault(file["name"], []).extend(file["boxes"])
     names = {name: name.replace("/", "_") for name in boxes}
     for file in body["files"]:
@@ -207,9 +215,10 @@ def measure(world_size: int, processes: int, *, before: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         tell(f"{world_size} ranks: saving")
         found = saved(Path(scratch), world_size, processes)
-        folder, rank = Path(scratch) / "step_0000001", world_size // 2
+        # In the middle of the tensor-parallel ranks and of the data-parallel ones.
+        folder, rank = Path(scratch) / "step_0000001", world_size // 2 + world_size // (2 * TP)
         found["manifest_bytes"] = (folder / MANIFEST).stat().st_size
-        found["index_bytes"] = sum(path.stat().st_size for path in folder.glob("index_*.json"))
+        found["index_bytes"] = sum(path.stat().st_size for path in folder.glob("index_*.jsonl"))
         tell(f"{world_size} ranks: opening")
         found["opened"] = {
             name: in_a_process(folder, rank, world_size, wanted)
@@ -231,9 +240,11 @@ and two moments in fp32. A part, a merge and opening are single processes' figur
 merges); all merges are those of all indices, taken in turn by the processes that the command gives, while a job has a
 rank for each. Publishing is rank 0's: the manifest, fsync of all folders, the rename. Peak is of a whole process,
 with Python, torch and the package. Exchanged is what each rank sends to all once, before indices are cut. Opening has
-two steps: the manifest, then indices, coverage and data files' sizes for what is wanted. Under stage 3 a rank has a
-piece of nearly every parameter, so all of its state needs all indices; weights need a third of them. Version 1 has
-the same boxes in the manifest, and is read by the same reader."""
+three steps: the manifest; then, for what is wanted, directories and segments of indices, coverage and data files'
+sizes; then rank 0's share, of as many as there are ranks, of the hashes of whole indices and the sizes of all data
+files. Under stage 3 a rank has a small piece of nearly every parameter, so all of its state needs the directories of
+all indices, and a segment or two of each tensor; weights need a third of them. Version 1 has the same boxes in the
+manifest, which each rank parses and checks whole, and is read by the same reader."""
 
 
 def page_of(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -252,6 +263,7 @@ def page_of(found: dict[str, dict[str, Any]]) -> list[str]:
     opens = [
         [
             *(ranks, name, f"{one['open_seconds']:.2f}", f"{one['check_seconds']:.2f}"),
+            f"{one['share_seconds']:.3f}",
             *(f"{one['peak_bytes'] / mib:.0f}", f"{one['before_bytes'] / mib:.0f}"),
         ]
         for ranks, each in found.items()
@@ -259,7 +271,15 @@ def page_of(found: dict[str, dict[str, Any]]) -> list[str]:
     ]
     saving = ("ranks", "boxes", "indices", "most in a folder", "exchanged, KiB a rank", "cutting, s", "a part, s")
     saving += ("a merge, s", "all merges, s", "peak of merging, MiB", "publishing, s", "manifest, MiB", "indices, MiB")
-    opening = ("ranks", "wanted", "manifest, s", "indices and checks, s", "peak, MiB", "peak before, MiB")
+    opening = (
+        "ranks",
+        "wanted",
+        "manifest, s",
+        "indices and checks, s",
+        "a share of hashes, s",
+        "peak, MiB",
+        "peak before, MiB",
+    )
     return [
         heading("Checkpoints of thousands of ranks, without their data", "cpu"),
         paragraph(ABOUT),

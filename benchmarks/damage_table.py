@@ -113,18 +113,26 @@ def _file(**values: Any) -> Damage:
     return _mended(lambda body: body["files"][0].update(values))
 
 
-def _indexed(change: Callable[[dict[str, Any]], object]) -> Damage:
-    """Edit the first index, and give the manifest the hash that fits."""
+def _indexed(change: Callable[[list[dict[str, Any]], list[dict[str, Any]]], object]) -> Damage:
+    """Edit the first index's segments in its directory, and their tables, and mend the sizes and hashes of all."""
 
     def damage(root: Path) -> None:
-        path = victim(root) / _INDEX
-        index = json.loads(path.read_bytes())
-        change(index)
-        path.write_text(json.dumps(index))
-        entry = {"num_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        _mended(lambda body: body["indices"][0].update(entry))(root)
+        directory, *tables = map(json.loads, (victim(root) / _INDEX).read_bytes().splitlines())
+        change(directory["segments"], tables)
+        texts = [json.dumps(table).encode() + b"\n" for table in tables]
+        for entry, text in zip(directory["segments"], texts, strict=True):
+            entry.update(num_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
+        _put_index(root, json.dumps(directory).encode() + b"\n", b"".join(texts))
 
     return damage
+
+
+def _put_index(root: Path, directory: bytes, segments: bytes = b"") -> None:
+    """Replace the first index, and give the manifest the size and the hash that fit."""
+    (victim(root) / _INDEX).write_bytes(directory + segments)
+    entry = {"num_bytes": len(directory + segments), "directory_bytes": len(directory)}
+    entry |= {"directory_sha256": hashlib.sha256(directory).hexdigest()}
+    _mended(lambda body: body["indices"][0].update(entry))(root)
 
 
 def _loss_scale(**values: Any) -> Damage:
@@ -137,11 +145,16 @@ def _all_dtypes(body: dict[str, Any]) -> None:
         entry["dtype"] = same_size[entry["dtype"]]
 
 
-def _swap_moments(index: dict[str, Any]) -> None:
+def _swap_moments(segments: list[dict[str, Any]], tables: list[dict[str, Any]]) -> None:
     """Let the boxes of one moment be those of the other, in the index alone."""
     other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
-    for box in index["files"][0]["boxes"]:
-        box["kind"] = other.get(box["kind"], box["kind"])
+    for each in (*segments, *(box for table in tables for file in table["files"] for box in file["boxes"])):
+        each["kind"] = other.get(each["kind"], each["kind"])
+
+
+def _hide_a_segment(segments: list[dict[str, Any]], _: list[dict[str, Any]]) -> None:
+    """Let the bounds of a segment be a region of one element."""
+    segments[0]["lengths"] = [1] * len(segments[0]["lengths"])
 
 
 def _large_box(root: Path) -> None:
@@ -149,11 +162,13 @@ def _large_box(root: Path) -> None:
     elements = _LARGE // 4
     box: dict[str, Any] = {}
 
-    def change_index(index: dict[str, Any]) -> None:
-        file = index["files"][0]
-        begin = file["boxes"][0]["begin"]
-        box.update(file["boxes"][0], offset=[0], lengths=[elements], begin=begin, end=begin + 4 * elements)
-        index["files"] = [{**file, "boxes": [box]}]
+    def change_index(segments: list[dict[str, Any]], tables: list[dict[str, Any]]) -> None:
+        file = tables[0]["files"][0]
+        box.update(file["boxes"][0])
+        begin = json.loads((victim(root) / MANIFEST).read_bytes())["files"][0]["header_bytes"]
+        box.update(offset=[0], lengths=[elements], begin=begin, end=begin + 4 * elements)
+        segments[:] = [{**segments[0], "offset": [0], "lengths": [elements], "num_boxes": 1}]
+        tables[:] = [{"files": [{**file, "boxes": [box]}]}]
 
     def change_manifest(body: dict[str, Any]) -> None:
         named = {"parameter": box["parameter"], "kind": box["kind"]}
@@ -168,10 +183,7 @@ def _large_box(root: Path) -> None:
 
 
 def _deep_index(root: Path) -> None:
-    content = b'{"files":' + b"[" * 100_000
-    (victim(root) / _INDEX).write_bytes(content)
-    entry = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    _mended(lambda body: body["indices"][0].update(entry))(root)
+    _put_index(root, b'{"segments":' + b"[" * 100_000)
 
 
 def _many_tensors(body: dict[str, Any]) -> None:
@@ -254,10 +266,12 @@ KINDS: Mapping[str, Damage] = MappingProxyType(
         "mended: a box of 10 GB in a sparse file": _large_box,
         "mended: another step": _field(step=7),
         "mended: version true": _field(version=True),
-        "mended: version 3": _field(version=3),
+        "mended: version 4": _field(version=4),
         "mended: format of another program": _field(format="torch"),
         "mended: dtypes": _mended(_all_dtypes),
         "mended: moments swapped": _indexed(_swap_moments),
+        "mended: a segment with the bounds of one element": _indexed(_hide_a_segment),
+        "mended: segments in another order": _indexed(lambda segments, _: segments.reverse()),
         "mended: a shape of 2^60": _tensor(shape=[2**60]),
         "mended: a negative shape": _tensor(shape=[-4, 3]),
         "mended: ../../x as a file": _file(name="../../x"),
@@ -289,4 +303,4 @@ KINDS: Mapping[str, Damage] = MappingProxyType(
 # Kinds after which the newer checkpoint is still sound and must be taken.
 HARMLESS = frozenset({"`latest` missing", "folder a link to another disk"})
 # Kinds that must end in an error: no checkpoint is sound, or the newest is one of another program or version.
-REFUSED = frozenset({"both checkpoints damaged", "mended: version 3", "mended: format of another program"})
+REFUSED = frozenset({"both checkpoints damaged", "mended: version 4", "mended: format of another program"})

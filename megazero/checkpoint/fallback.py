@@ -106,20 +106,21 @@ class _Attempt:
         self._check, self._restore, self._fits = check, restore, fits
 
     def run(self, control: Communicator) -> Checkpoint:
-        all_or_none(control, self._open, doing=f"opening {self.folder}")
+        all_or_none(control, lambda: self._open(control), doing=f"opening {self.folder}")
         assert self.checkpoint is not None
         self._restore(self.checkpoint)
         return self.checkpoint
 
-    def _open(self) -> None:
-        self.checkpoint = _opened(self.folder, self._check)
+    def _open(self, control: Communicator) -> None:
+        self.checkpoint = _opened(self.folder, self._check, control.rank, control.size)
         if self._fits is not None:
             self._fits(self.checkpoint)
 
 
-def _opened(folder: Path, check: Check) -> Checkpoint:
+def _opened(folder: Path, check: Check, rank: int = 0, size: int = 1) -> Checkpoint:
+    """Open a checkpoint; of `size` ranks that do, each checks its share of the files."""
     checkpoint = open_folder(folder)
-    checkpoint.check_files()
+    checkpoint.check_files(rank=rank, size=size)
     check(checkpoint)
     return checkpoint
 

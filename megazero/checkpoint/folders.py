@@ -5,7 +5,7 @@
         run.json                    the run that the checkpoints belong to (`runs.py`)
         journal.jsonl               what has become of it (`journal.py`)
         curves.jsonl, run.html      its figures, and its page (`report/curves_file.py`, `train/leaving.py`)
-        step_0000010/               manifest.json, config.yaml, index_00000.json, rank_00000.safetensors, ...
+        step_0000010/               manifest.json, config.yaml, index_00000.jsonl, rank_00000.safetensors, ...
         step_0000020/
             ranks_00000/            rank_00000.safetensors, ...: the data files of large jobs
         .lock                       the process that may write here (`folder_lock.py`)

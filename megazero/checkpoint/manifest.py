@@ -1,28 +1,23 @@
-"""The manifest: a JSON table of a checkpoint's tensors and files; its indices, which list the tensors' boxes.  Pure.
+"""The manifest: a JSON table of a checkpoint's tensors and files, and of its indices (`index.py`).  Pure.
 
     manifest.json
     {"sha256": "...",                            of the rest, as compact JSON with sorted keys
-     "format": "megazero-checkpoint", "version": 2, "step": 20,
+     "format": "megazero-checkpoint", "version": 3, "step": 20,
      "progress": {...},                          counters of the run
      "config": {"name": "config.yaml", "sha256": "..."},
      "tensors": [{"parameter": "wte.weight", "kind": "weight", "shape": [1000, 60], "dtype": "F32"}, ...],
      "files": [{"name": "rank_00000.safetensors", "num_bytes": 4000, "header_bytes": 400, "header_sha256": "..."}, ...],
-     "indices": [{"name": "index_00000.json", "num_bytes": 900, "sha256": "...",
+     "indices": [{"name": "index_00000.jsonl", "num_bytes": 9000, "directory_bytes": 700, "directory_sha256": "...",
                   "num_tensors": 7, "num_boxes": 9}, ...]}
-
-    index_00000.json
-    {"files": [{"name": "rank_00000.safetensors",
-                "boxes": [{"parameter": "wte.weight", "kind": "weight", "offset": [0, 0], "lengths": [15, 60],
-                           "begin": 400, "end": 4000, "sha256": "..."}, ...]}, ...]}
 
 A *tensor* here is one kind of state of one parameter (its weight, say).  The first index has the boxes of the first
 `num_tensors` tensors of the manifest, the second those of the tensors after them, so that who reads a tensor reads one
-index.  A file is a safetensors file: a header, then boxes back to back, dense and row-major; `begin` and `end` are
-bytes from the start of the file.  Files of large jobs lie in sub-folders.  Version 1 has no indices: each of the
-manifest's files has its boxes with it.
+index.  A file is a safetensors file: a header, then boxes back to back, dense and row-major.  Files of large jobs lie
+in sub-folders.  Version 1 has no indices: each of the manifest's files has its boxes with it.  Version 2, whose indices
+had no directories, was never released.
 
-A checkpoint may come from an untrusted source, so `parse_manifest` and `parse_index` validate all of it, and
-`header_problem` compares the boxes with the headers of the data files, which describe the same ones.
+A checkpoint may come from an untrusted source, so `parse_manifest` validates all of it, and `header_problem` compares
+boxes with the headers of the data files, which describe the same ones.
 """
 
 import hashlib
@@ -30,7 +25,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -46,7 +41,7 @@ from megazero.files import parse_json
 from megazero.parallel.param_spec import Box, StateKind
 
 FORMAT = "megazero-checkpoint"
-VERSION = 2
+VERSION = 3
 # Bounds of what is written, which bound what is read.
 BOX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
@@ -82,10 +77,10 @@ _DATA_FILE_NAME = re.compile(rf"(?:ranks_[0-9]{{5,9}}/)?{_PLAIN_FILE_NAME.patter
 _strict = ConfigDict(extra="forbid", strict=True)
 # Bounds that keep every product of these numbers far below what torch or the file system could hold.
 _Dim = Annotated[int, Field(ge=0, le=2**48)]
-_Dims = Annotated[tuple[_Dim, ...], Field(max_length=16)]
-_Position = Annotated[int, Field(ge=0, le=2**62)]
-_Kind = Annotated[StateKind, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
-_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Dims = Annotated[tuple[_Dim, ...], Field(max_length=16)]
+Position = Annotated[int, Field(ge=0, le=2**62)]
+Kind = Annotated[StateKind, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, config=_strict)
@@ -93,8 +88,8 @@ class TensorEntry:
     """One kind of state of one parameter: its full, unpadded shape and its dtype."""
 
     parameter: str
-    kind: _Kind
-    shape: _Dims
+    kind: Kind
+    shape: Dims
     dtype: DtypeName
 
 
@@ -103,12 +98,12 @@ class BoxEntry:
     """One stored box: the region it covers, the bytes of its file that hold it, and their hash."""
 
     parameter: str
-    kind: _Kind
-    offset: _Dims
-    lengths: _Dims
-    begin: _Position
-    end: _Position
-    sha256: _Digest
+    kind: Kind
+    offset: Dims
+    lengths: Dims
+    begin: Position
+    end: Position
+    sha256: Digest
 
     @property
     def box(self) -> Box:
@@ -120,9 +115,9 @@ class FileEntry:
     """One data file."""
 
     name: str
-    num_bytes: _Position
+    num_bytes: Position
     header_bytes: Annotated[int, Field(ge=8, le=MAX_HEADER_BYTES)]
-    header_sha256: _Digest
+    header_sha256: Digest
 
 
 @dataclass(frozen=True, config=_strict)
@@ -134,21 +129,22 @@ class FileBoxes:
 
 
 @dataclass(frozen=True, config=_strict)
-class Index:
-    """The boxes of some tensors, by data file."""
+class BoxTable:
+    """Boxes of one tensor or of several, by data file."""
 
     files: tuple[FileBoxes, ...]
 
 
 @dataclass(frozen=True, config=_strict)
 class IndexEntry:
-    """One index file: what it must be, and how many tensors and boxes are in it."""
+    """One index file: what it and the directory at its beginning must be, and how many tensors and boxes are in it."""
 
     name: str
     num_bytes: Annotated[int, Field(ge=0, le=MAX_INDEX_BYTES)]
-    sha256: _Digest
-    num_tensors: _Position
-    num_boxes: _Position
+    directory_bytes: Annotated[int, Field(ge=0, le=MAX_INDEX_BYTES)]
+    directory_sha256: Digest
+    num_tensors: Position
+    num_boxes: Position
 
 
 @dataclass(frozen=True, config=_strict)
@@ -156,21 +152,21 @@ class ConfigEntry:
     """The file with the run's resolved configuration."""
 
     name: str
-    sha256: _Digest
+    sha256: Digest
 
 
 @dataclass(frozen=True, config=_strict)
 class Manifest:
     """The table of a whole checkpoint; `indices` is empty in version 1."""
 
-    step: _Position
+    step: Position
     progress: dict[str, JsonValue]
     config: ConfigEntry
     tensors: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
     indices: Annotated[tuple[IndexEntry, ...], Field(max_length=MAX_INDICES)]
     format: Literal["megazero-checkpoint"] = "megazero-checkpoint"
-    version: Literal[1, 2] = 2
+    version: Literal[1, 3] = 3
 
     def tensors_of(self, number: int) -> tuple[TensorEntry, ...]:
         """Return the tensors whose boxes are in the index of this number."""
@@ -185,7 +181,7 @@ class _FileOfVersion1(FileEntry):
 
 @dataclass(frozen=True, config=_strict)
 class _ManifestOfVersion1:
-    step: _Position
+    step: Position
     progress: dict[str, JsonValue]
     config: ConfigEntry
     tensors: tuple[TensorEntry, ...]
@@ -196,7 +192,6 @@ class _ManifestOfVersion1:
 
 _MANIFEST = TypeAdapter(Manifest)
 _MANIFEST_OF_VERSION_1 = TypeAdapter(_ManifestOfVersion1)
-_INDEX = TypeAdapter(Index)
 _DTYPE_NAMES: Mapping[torch.dtype, DtypeName] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
@@ -212,9 +207,9 @@ def dtype_bytes(name: DtypeName) -> int:
     return DTYPES[name].itemsize
 
 
-def tensor_layout_problems(entry: TensorEntry, boxes: Sequence[Box]) -> Iterator[Problem]:
-    """Yield a problem for each region of one tensor that none of its stored `boxes` holds, or several; at most two."""
-    for defect in islice(tiling_defects(entry.shape, boxes), 2):
+def layout_problems(entry: TensorEntry, region: Box, boxes: Iterable[Box]) -> Iterator[Problem]:
+    """Yield a problem for each part of a region that none of the tensor's `boxes` holds, or several; at most two."""
+    for defect in islice(tiling_defects(region, boxes), 2):
         rule = "stored nowhere" if defect.kind == "hole" else "stored more than once"
         yield Problem(f"{describe(entry)}, region {format_box(defect.box)}", rule)
 
@@ -266,67 +261,36 @@ def dump_manifest(manifest: Manifest) -> bytes:
     return json.dumps({"sha256": body_hash(body), **body}, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def dump_index(index: Index) -> bytes:
-    """Return an index as the JSON of its file."""
-    return _INDEX.dump_json(index) + b"\n"
-
-
-def parse_manifest(text: bytes, *, source: str) -> tuple[Manifest, Index | None]:
+def parse_manifest(text: bytes, *, source: str) -> tuple[Manifest, BoxTable | None]:
     """Parse a manifest and check that it is complete, unaltered, and that every name and number in it is valid.
 
-    Returns with it the boxes that it lists itself, in version 1; None in version 2, whose boxes are in its indices.
+    Returns with it the boxes that it lists itself, in version 1; None in version 3, whose boxes are in its indices.
 
     Raises DamageError with all problems (the first twenty), and CheckpointError for an unaltered one of another format
     or version; `source` is the file to name in them.
     """
     body = _read_body(text, source)
     try:
-        manifest, index = _validated(body)
+        manifest, boxes = _validated(body)
     except ValidationError as error:
-        raise DamageError(*_schema_problems(error, source)) from None
-    boxes = () if index is None else _index_problems(index, manifest, manifest.tensors, source, is_all=True)
-    raise_problems(DamageError, islice(chain(_content_problems(manifest, source), boxes), _MAX_PROBLEMS))
-    return manifest, index
+        raise DamageError(*schema_problems(error, source)) from None
+    found = [_content_problems(manifest, source)]
+    if boxes is not None:
+        tensors = {(entry.parameter, entry.kind): entry for entry in manifest.tensors}
+        files = {file.name: file for file in manifest.files}
+        found += [table_problems(boxes, files, tensors, source), _filling_problems(boxes, manifest, source)]
+    raise_problems(DamageError, islice(chain.from_iterable(found), _MAX_PROBLEMS))
+    return manifest, boxes
 
 
-def _validated(body: dict[str, Any]) -> tuple[Manifest, Index | None]:
+def _validated(body: dict[str, Any]) -> tuple[Manifest, BoxTable | None]:
     text = json.dumps(body)
     if body["version"] == VERSION:
         return _MANIFEST.validate_json(text), None
     old = _MANIFEST_OF_VERSION_1.validate_json(text)
     files = tuple(FileEntry(each.name, each.num_bytes, each.header_bytes, each.header_sha256) for each in old.files)
     manifest = Manifest(old.step, old.progress, old.config, old.tensors, files, indices=(), version=1)
-    return manifest, Index(tuple(FileBoxes(each.name, each.boxes) for each in old.files))
-
-
-def parse_index(text: bytes, manifest: Manifest, number: int, *, source: str) -> Index:
-    """Parse the index of this number; raise DamageError, which names its file, unless it is the manifest's and valid.
-
-    source: the file to name in messages.
-    """
-    entry = manifest.indices[number]
-    if altered := list(index_hash_problems(text, entry, source=source)):
-        raise DamageError(*altered, files=(entry.name,))
-    try:
-        index = _INDEX.validate_json(text)
-    except ValidationError as error:
-        raise DamageError(*_schema_problems(error, source), files=(entry.name,)) from None
-    is_all = len(manifest.indices) == 1
-    problems = list(
-        islice(_index_problems(index, manifest, manifest.tensors_of(number), source, is_all=is_all), _MAX_PROBLEMS)
-    )
-    count = sum(len(file.boxes) for file in index.files)
-    if count != entry.num_boxes:
-        problems.append(Problem(f"{source}: {count} boxes", "not those of the manifest", str(entry.num_boxes)))
-    if problems:
-        raise DamageError(*problems, files=(entry.name,))
-    return index
-
-
-def index_hash_problems(text: bytes, entry: IndexEntry, *, source: str) -> Iterator[Problem]:
-    """Yield a problem if the content of an index file is not the one that the manifest has the hash of."""
-    if hashlib.sha256(text).hexdigest() != entry.sha256:
-        yield Problem(source, "damaged, or of another checkpoint: it does not match the hash in the manifest")
+    return manifest, BoxTable(tuple(FileBoxes(each.name, each.boxes) for each in old.files))
 
 
 def _read_body(text: bytes, source: str) -> dict[str, Any]:
@@ -353,7 +317,8 @@ def _read_body(text: bytes, source: str) -> dict[str, Any]:
     return dict(body)
 
 
-def _schema_problems(error: ValidationError, source: str) -> list[Problem]:
+def schema_problems(error: ValidationError, source: str) -> list[Problem]:
+    """Return what does not have the form of its table, with the place in the JSON."""
     errors = error.errors(include_url=False, include_context=False)
     return [
         Problem(f"{source}: {'.'.join(map(str, each['loc']))} = {str(each['input'])[:80]}", each["msg"])
@@ -376,25 +341,24 @@ def _content_problems(manifest: Manifest, source: str) -> Iterator[Problem]:
     yield from _tensor_problems(manifest, source)
 
 
-def _index_problems(
-    index: Index, manifest: Manifest, entries: Sequence[TensorEntry], source: str, *, is_all: bool
+def table_problems(
+    table: BoxTable, files: Mapping[str, FileEntry], tensors: Mapping[TensorKey, TensorEntry], source: str
 ) -> Iterator[Problem]:
-    """Yield what is wrong with an index, which may have boxes of these tensors; is_all: it is the only one."""
-    tensors = {(entry.parameter, entry.kind): entry for entry in entries}
-    files = {file.name: file for file in manifest.files}
+    """Yield what is wrong with a table, which may have boxes of these tensors, in these files."""
     seen: set[str] = set()
-    for each in index.files:
+    for each in table.files:
         where = f"{source}: {each.name[:80]}"
         if each.name not in files or each.name in seen:
             yield Problem(where, "listed more than once" if each.name in seen else "the manifest lists no such file")
             continue
         seen.add(each.name)
         yield from _box_problems(files[each.name], each.boxes, tensors, where)
-        if is_all:
-            yield from filling_problems(files[each.name], each.boxes, where)
-    for file in manifest.files if is_all else ():
-        if file.name not in seen:
-            yield from filling_problems(file, (), f"{source}: {file.name[:80]}")
+
+
+def _filling_problems(table: BoxTable, manifest: Manifest, source: str) -> Iterator[Problem]:
+    boxes = {each.name: each.boxes for each in table.files}
+    for file in manifest.files:
+        yield from filling_problems(file, boxes.get(file.name, ()), f"{source}: {file.name[:80]}")
 
 
 def _tensor_problems(manifest: Manifest, source: str) -> Iterator[Problem]:
@@ -419,7 +383,7 @@ def _box_problems(
         tensor = tensors.get((entry.parameter, entry.kind))
         if tensor is None:
             yield Problem(given, "the manifest lists no such tensor here")
-        elif not _is_inside(entry, tensor.shape):
+        elif not is_inside(entry.box, tensor.shape):
             yield Problem(given, f"not a region of a tensor of shape {list(tensor.shape)}")
         elif (
             entry.end - entry.begin != entry.box.numel * dtype_bytes(tensor.dtype)
@@ -443,7 +407,8 @@ def filling_problems(file: FileEntry, boxes: Iterable[BoxEntry], where: str) -> 
         yield Problem(f"{where}: {file.num_bytes} bytes", f"its boxes end at byte {position}")
 
 
-def _is_inside(entry: BoxEntry, shape: tuple[int, ...]) -> bool:
-    if not len(entry.offset) == len(entry.lengths) == len(shape):
+def is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    """Return True if a box of any dims has elements, and all of them are of a tensor of this shape."""
+    if not len(box.offset) == len(box.lengths) == len(shape):
         return False
-    return all(n > 0 and o + n <= full for o, n, full in zip(entry.offset, entry.lengths, shape, strict=True))
+    return all(n > 0 and o + n <= full for o, n, full in zip(box.offset, box.lengths, shape, strict=True))

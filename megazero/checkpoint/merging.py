@@ -12,7 +12,6 @@ A rank then writes its *part*, a section for each index, and whoever merges an i
 The ranks exchange names of files, numbers and samples only.
 """
 
-import hashlib
 import os
 import re
 from bisect import bisect_right
@@ -24,21 +23,19 @@ from typing import Any, NamedTuple
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from megazero.checkpoint.index import cut, dump_index
 from megazero.checkpoint.manifest import (
     MAX_INDICES,
     BoxEntry,
-    FileBoxes,
     FileEntry,
-    Index,
     IndexEntry,
     TensorEntry,
     TensorKey,
     describe,
-    dump_index,
-    tensor_layout_problems,
+    layout_problems,
 )
+from megazero.checkpoint.slices import whole
 from megazero.errors import CheckpointError, Problem, raise_problems
-from megazero.parallel.param_spec import Box
 
 BOXES_PER_INDEX = 8192
 _SAMPLES = 2048  # of all ranks together, at least
@@ -144,7 +141,7 @@ def plan_indices(reports: Sequence[dict[str, Any]], *, boxes_per_index: int = BO
 
 def index_name(number: int) -> str:
     """Return the name of an index file."""
-    return f"index_{number:05d}.json"
+    return f"index_{number:05d}.jsonl"
 
 
 def part_path(data: Path) -> Path:
@@ -180,17 +177,17 @@ def merge(folder: Path, save_id: str, plan: IndexPlan, number: int) -> None:
     raise_problems(CheckpointError, islice(altered, _MAX_PROBLEMS))
     sections = [_read_section(folder, save_id, file, number) for file in files]
     tensors = _merged_tensors(section.tensors for section in sections)
-    boxes: dict[TensorKey, list[Box]] = {(entry.parameter, entry.kind): [] for entry in tensors}
-    for box in (box for section in sections for box in section.boxes):
-        boxes[box.parameter, box.kind].append(box.box)
-    problems = chain.from_iterable(tensor_layout_problems(each, boxes[each.parameter, each.kind]) for each in tensors)
-    raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
-    pairs = zip(files, sections, strict=True)
-    index = Index(tuple(FileBoxes(file.name, section.boxes) for file, section in pairs if section.boxes))
-    content = dump_index(index)
-    write_durably(folder / index_name(number), content)
-    digest, count = hashlib.sha256(content).hexdigest(), sum(map(len, boxes.values()))
-    entry = IndexEntry(index_name(number), len(content), digest, len(tensors), count)
+    boxes: dict[TensorKey, list[tuple[str, BoxEntry]]] = {(entry.parameter, entry.kind): [] for entry in tensors}
+    for file, section in zip(files, sections, strict=True):
+        for box in section.boxes:
+            boxes[box.parameter, box.kind].append((file.name, box))
+    problems = (
+        layout_problems(entry, whole(entry.shape), (box.box for _, box in boxes[entry.parameter, entry.kind]))
+        for entry in tensors
+    )
+    raise_problems(CheckpointError, islice(chain.from_iterable(problems), _MAX_PROBLEMS))
+    content, entry = dump_index(index_name(number), len(tensors), chain.from_iterable(map(cut, boxes.values())))
+    write_durably(folder / entry.name, content)
     _summary_path(folder, number).write_bytes(_MERGED.dump_json(Merged(entry, tensors)))
 
 

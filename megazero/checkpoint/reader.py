@@ -10,7 +10,8 @@
 The layout of the run that saved plays no part.  Names, shapes, coverage and file sizes are checked before the first
 byte is copied, all problems at once; a box is copied only if its bytes match its hash, and the header of every file
 that is read must describe its boxes.  Of the indices only those of the wanted tensors are read, when they are first
-needed: a checkpoint of thousands of ranks has millions of boxes.
+needed, and of those only the segments that overlap wanted regions: a checkpoint of thousands of ranks has millions of
+boxes, and a rank wants thousands.
 
 What is missing or not what was saved is a DamageError.  What the system refuses for another reason (permissions, a file
 server that is away) is a plain CheckpointError, since the checkpoint itself may be sound.
@@ -33,24 +34,23 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megazero.checkpoint.folders import MANIFEST, list_steps, resolve, step_of
+from megazero.checkpoint.index import Segment, content_problems, parse_directory, parse_segment
 from megazero.checkpoint.manifest import (
     DTYPES,
     MAX_INDEX_BYTES,
     BoxEntry,
+    BoxTable,
     FileEntry,
-    Index,
     Manifest,
     TensorEntry,
     TensorKey,
     filling_problems,
     header_problem,
-    index_hash_problems,
-    parse_index,
+    layout_problems,
     parse_manifest,
-    tensor_layout_problems,
 )
 from megazero.checkpoint.runs import MAX_MANIFEST_BYTES
-from megazero.checkpoint.slices import BoxPiece, format_box, fragment_pieces, index_within, intersect, piece_view
+from megazero.checkpoint.slices import BoxPiece, format_box, fragment_pieces, index_within, intersect, piece_view, whole
 from megazero.config.yaml_file import MAX_BYTES as MAX_CONFIG_BYTES
 from megazero.errors import CheckpointError, DamageError, Problem, raise_problems
 from megazero.files import open_regular, read_bounded
@@ -136,26 +136,29 @@ def open_folder(folder: Path) -> "Checkpoint":
 class Checkpoint:
     """One checkpoint of a run, open for reading.  No file stays open, and no tensor is held in memory."""
 
-    def __init__(self, folder: Path, manifest: Manifest, config_yaml: str, boxes: Index | None = None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, config_yaml: str, boxes: BoxTable | None = None) -> None:
         """Refer to a checkpoint; boxes: all of them, where the manifest itself lists them (version 1)."""
         self.folder = folder
         self.manifest = manifest
         self.config_yaml = config_yaml
         self._tensors: dict[TensorKey, TensorEntry] = {(each.parameter, each.kind): each for each in manifest.tensors}
         self._files = {file.name: file for file in manifest.files}
-        # The index of each tensor, and what the indices that are read say: boxes by tensor, and by file and index.
-        self._index_of = dict.fromkeys(self._tensors, 0)
-        for number in range(len(manifest.indices)):
+        # The index of each tensor, the indices whose directories are read, their segments that are not, and the boxes
+        # of those that are, by tensor and by file.
+        self._index_of: dict[TensorKey, int] = {}
+        for number in self._all_indices:
             self._index_of |= {(each.parameter, each.kind): number for each in manifest.tensors_of(number)}
+        self._listed: set[int] = set()
+        self._unread: dict[TensorKey, list[Segment]] = {key: [] for key in self._tensors}
         self._boxes: dict[TensorKey, list[_StoredBox]] = {key: [] for key in self._tensors}
-        self._in_file: dict[str, dict[int, tuple[BoxEntry, ...]]] = {name: {} for name in self._files}
-        self._indexed: set[int] = set()
+        self._in_file: dict[str, list[BoxEntry]] = {name: [] for name in self._files}
+        self._num_read = 0
         if boxes is not None:
-            self._add(0, boxes)
-        # Checked already: the coverage and files of tensors, the headers of files (file, index), the hashes of boxes
-        # (file, first byte).
-        self._complete: set[TensorKey] = set()
-        self._described: set[tuple[str, int]] = set()
+            self._add(boxes)
+        # Checked already: regions of tensors, their coverage and their files; how many boxes of a file are those of its
+        # header; the hashes of boxes (file, first byte).
+        self._complete: dict[TensorKey, set[Box]] = {key: set() for key in self._tensors}
+        self._described: dict[str, int] = {}
         self._sound: set[tuple[str, int]] = set()
 
     @property
@@ -180,11 +183,11 @@ class Checkpoint:
     def num_boxes(self) -> int:
         """The number of boxes; no index is read for it."""
         indexed = sum(entry.num_boxes for entry in self.manifest.indices)
-        return indexed if self.manifest.indices else sum(map(len, self._boxes.values()))
+        return indexed if self.manifest.indices else self._num_read
 
     def boxes(self) -> Iterator[tuple[FileEntry, BoxEntry]]:
         """Yield every box with its file, file by file in the order of bytes.  Reads all indices; raises DamageError."""
-        self._load(self._all_indices)
+        self._load(self._all_regions)
         for file in self.manifest.files:
             for entry in self._boxes_in(file):
                 yield file, entry
@@ -194,27 +197,40 @@ class Checkpoint:
         wanted = list(fragments)
         problems = dict.fromkeys(problem for fragment in wanted for problem in self._mismatch(fragment))
         raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
-        self._check_stored({(fragment.spec.name, fragment.kind) for fragment in wanted})
+        regions: dict[TensorKey, list[Box]] = defaultdict(list)
+        for fragment in wanted:
+            pieces = fragment_pieces(fragment.spec, fragment.start, fragment.stop)
+            regions[fragment.spec.name, fragment.kind] += [piece.box for piece in pieces]
+        self._check_stored(regions)
 
-    def check_files(self) -> None:
+    def check_files(self, *, rank: int = 0, size: int = 1) -> None:
         """Raise DamageError where indices are damaged, or files are missing or of the wrong size; no data is read.
 
-        Holes in tensors are found here where there is one index; of several each is read with the tensors it is for.
+        Holes in tensors are found here where there is one index; of several each is parsed where it is wanted.
+        rank, size: of `size` processes that share the work, each hashes its share of the indices, and looks at its
+        share of the data files.
         """
         if len(self.manifest.indices) <= 1:
-            self._check_stored(set(self._tensors))
-        found = {self.manifest.indices[number].name: self._index_hash_problems(number) for number in self._all_indices}
-        _raise_damage({name: list(problems) for name, problems in found.items()})
-        _raise_damage({file.name: list(self._file_problems(file)) for file in self.manifest.files})
+            self._load(self._all_regions)
+            _raise_damage({file.name: list(self._filling_problems(file)) for file in self.manifest.files})
+            self._check_stored(self._all_regions)
+        numbers = self._all_indices[rank::size]
+        _raise_damage({self.manifest.indices[number].name: list(self._index_problems(number)) for number in numbers})
+        _raise_damage({file.name: list(self._file_problems(file)) for file in self.manifest.files[rank::size]})
 
     def damage_in(self, files: Collection[str]) -> list[Problem]:
         """Read these indices and data files anew, and return the problems of the first that is damaged."""
         numbers = [number for number in self._all_indices if self.manifest.indices[number].name in files]
-        problems = self._load_problems(numbers, anew=True)
-        if not problems and (data := [file for file in self.manifest.files if file.name in files]):
-            problems = self._load_problems(self._all_indices)
-            problems = problems or next(filter(None, (list(self._damage_of(file)) for file in data)), [])
-        return problems or list(self._layout_problems(numbers))
+        data = [file for file in self.manifest.files if file.name in files]
+        anew, every = Checkpoint(self.folder, self.manifest, self.config_yaml), self._all_regions
+        steps = (
+            *(self._index_problems(number) for number in numbers),
+            anew._content_problems({key: every[key] for key, number in self._index_of.items() if number in numbers}),
+            *(self._file_problems(file) for file in data),
+            self._content_problems(every if data else {}),
+            *(self._damage_of(file) for file in data),
+        )
+        return next(filter(None, map(list, steps)), [])
 
     def fill(self, fragments: Iterable[StateFragment]) -> None:
         """Copy the saved values into the fragments, cast to their dtype; padding is left as it is.
@@ -235,7 +251,7 @@ class Checkpoint:
     def read(self, name: str, box: Box, *, kind: StateKind = "weight") -> Tensor:
         """Read one region of a parameter's state as a CPU tensor in the saved dtype.  Raises CheckpointError."""
         raise_problems(CheckpointError, self._missing(name, kind))
-        self._check_stored({(name, kind)})
+        self._check_stored({(name, kind): [box]})
         entry = self._tensors[name, kind]
         assert intersect(box, Box((0,) * len(entry.shape), entry.shape)) == box or box.numel == 0, f"{name}: {box}"
         out = torch.empty(box.lengths, dtype=DTYPES[entry.dtype])
@@ -251,8 +267,8 @@ class Checkpoint:
 
     def verify(self) -> Iterator[list[Problem]]:
         """Read everything; yield the problems of indices and of the layout first, those of each data file in turn."""
-        problems = self._load_problems(self._all_indices)
-        yield [*problems, *self._layout_problems(self._indexed)]
+        steps = (*map(self._index_problems, self._all_indices), self._content_problems(self._all_regions))
+        yield list(dict.fromkeys(chain.from_iterable(steps)))
         for file in self.manifest.files:
             try:
                 yield list(self._damage_of(file))
@@ -263,62 +279,92 @@ class Checkpoint:
     def _all_indices(self) -> range:
         return range(len(self.manifest.indices))
 
-    def _add(self, number: int, index: Index) -> None:
-        """Enter the boxes of an index."""
-        for each in index.files:
-            self._in_file[each.name][number] = each.boxes
+    @property
+    def _all_regions(self) -> dict[TensorKey, list[Box]]:
+        return {key: [whole(entry.shape)] for key, entry in self._tensors.items()}
+
+    def _add(self, table: BoxTable) -> None:
+        """Enter boxes."""
+        for each in table.files:
+            self._in_file[each.name] += each.boxes
+            self._num_read += len(each.boxes)
             for box in each.boxes:
                 self._boxes[box.parameter, box.kind].append(_StoredBox(self._files[each.name], box))
-        self._indexed.add(number)
 
     def _boxes_in(self, file: FileEntry) -> list[BoxEntry]:
-        """Return the boxes of a file that the indices read so far have, in the order of bytes."""
-        found = (box for boxes in self._in_file[file.name].values() for box in boxes)
-        return sorted(found, key=lambda box: box.begin)
+        """Return the boxes of a file that are read so far, in the order of bytes."""
+        return sorted(self._in_file[file.name], key=lambda box: box.begin)
 
-    def _read_index(self, number: int) -> Index:
-        path = self.folder / self.manifest.indices[number].name
-        try:
-            text = _read_file(path, MAX_INDEX_BYTES)
-        except DamageError as error:
-            raise DamageError(*error.problems, files=(path.name,)) from error
-        return parse_index(text, self.manifest, number, source=str(path))
-
-    def _load(self, numbers: Iterable[int]) -> None:
-        """Read these indices unless they are read; raise DamageError with the problems of all."""
-        damage: dict[str, list[Problem]] = {}
-        for number in sorted(set(numbers) - self._indexed):
-            try:
-                self._add(number, self._read_index(number))
-            except DamageError as error:
-                damage[self.manifest.indices[number].name] = list(error.problems)
+    def _load(self, wanted: Mapping[TensorKey, Collection[Box]]) -> None:
+        """Read the boxes that overlap these regions unless they are read; raise DamageError with all problems."""
+        numbers = {self._index_of[key] for key in wanted.keys() & self._index_of.keys()}
+        damage = self._damage(numbers - self._listed, self._list)
+        near: dict[int, list[Segment]] = defaultdict(list)
+        for key, regions in wanted.items():
+            for segment in self._unread[key]:
+                if any(intersect(segment.entry.box, region) for region in regions):
+                    near[segment.number].append(segment)
+        damage |= self._damage(near, lambda number: self._read_segments(number, near[number]))
         _raise_damage(damage)
 
-    def _load_problems(self, numbers: Iterable[int], *, anew: bool = False) -> list[Problem]:
-        """Read these indices as `_load` does and return their problems; anew: also those that are read."""
-        try:
-            for number in numbers if anew else ():
-                self._read_index(number)
-            self._load(numbers)
-        except DamageError as error:
-            return list(error.problems)
-        return []
+    def _damage(self, numbers: Iterable[int], read: Callable[[int], None]) -> dict[str, list[Problem]]:
+        """Read something of each of these indices; return the problems of those that are damaged, by file."""
+        damage: dict[str, list[Problem]] = {}
+        for number in sorted(numbers):
+            try:
+                read(number)
+            except DamageError as error:
+                damage[self.manifest.indices[number].name] = list(error.problems)
+        return damage
 
-    def _index_hash_problems(self, number: int) -> Iterator[Problem]:
-        entry = self.manifest.indices[number]
-        path = self.folder / entry.name
+    def _list(self, number: int) -> None:
+        """Read the directory of an index."""
+        (text,) = self._read_index(number, [(0, self.manifest.indices[number].directory_bytes)])
+        for segment in parse_directory(text, self.manifest, number, source=str(self._index_path(number))):
+            self._unread[segment.entry.key].append(segment)
+        self._listed.add(number)
+
+    def _read_segments(self, number: int, segments: list[Segment]) -> None:
+        """Read segments of an index."""
+        entry, source = self.manifest.indices[number], str(self._index_path(number))
+        texts = self._read_index(number, [(each.begin, each.entry.num_bytes) for each in segments])
+        for text, segment in zip(texts, segments, strict=True):
+            key = segment.entry.key
+            self._add(parse_segment(text, segment, entry, self._files, self._tensors[key], source=source))
+            self._unread[key].remove(segment)
+
+    def _index_path(self, number: int) -> Path:
+        return self.folder / self.manifest.indices[number].name
+
+    def _read_index(self, number: int, places: Iterable[tuple[int, int]]) -> list[bytes]:
+        """Read bytes of an index file, each given by its first byte and its length."""
+        path = self._index_path(number)
         try:
-            text = _read_file(path, MAX_INDEX_BYTES)
+            with open_regular(path, inside=self.folder) as stream:
+                return [_read_span(stream, begin, length) for begin, length in places]
+        except OSError as error:
+            raise DamageError(_unreadable(path, error), files=(path.name,)) from error
+
+    def _index_problems(self, number: int) -> Iterator[Problem]:
+        """Read an index file whole, and yield where it is not what the manifest describes; no box is parsed."""
+        path = self._index_path(number)
+        try:
+            content = _read_file(path, MAX_INDEX_BYTES)
         except DamageError as error:
             yield from error.problems
             return
-        yield from index_hash_problems(text, entry, source=str(path))
+        yield from content_problems(content, self.manifest, number, source=str(path))
 
-    def _layout_problems(self, numbers: Collection[int]) -> Iterator[Problem]:
-        """Yield the holes and overlaps of the tensors of these indices, which are read."""
-        for key, entry in self._tensors.items():
-            if self._index_of[key] in numbers:
-                yield from tensor_layout_problems(entry, [box.entry.box for box in self._boxes[key]])
+    def _content_problems(self, wanted: Mapping[TensorKey, Collection[Box]]) -> Iterator[Problem]:
+        """Yield what is wrong with the boxes that overlap these regions, and the holes and overlaps in the regions."""
+        try:
+            self._load(wanted)
+        except DamageError as error:
+            yield from error.problems
+            return
+        for key, regions in wanted.items():
+            for region in regions:
+                yield from layout_problems(self._tensors[key], region, (each.entry.box for each in self._boxes[key]))
 
     def _missing(self, name: str, kind: StateKind) -> Iterator[Problem]:
         if (name, kind) in self._tensors:
@@ -338,24 +384,26 @@ class Checkpoint:
         if entry is not None and entry.shape != shape:
             yield Problem(f"{name} of shape {list(shape)}", f"its shape in {self.folder} is {list(entry.shape)}")
 
-    def _check_stored(self, keys: set[TensorKey]) -> None:
-        """Raise DamageError where these tensors have holes, or their files are missing or of the wrong size."""
-        new = keys - self._complete
-        self._load(self._index_of[key] for key in new)
-        saved = {key: self._boxes[key] for key in sorted(new)}
-        holes: dict[TensorKey, list[Problem]] = {}
-        for key, boxes in saved.items():
+    def _check_stored(self, wanted: Mapping[TensorKey, Collection[Box]]) -> None:
+        """Raise DamageError where these regions have holes, or their files are missing or of the wrong size."""
+        new = {key: set(wanted[key]) - self._complete[key] for key in sorted(wanted)}
+        self._load(new)
+        files: dict[str, FileEntry] = {}
+        holes: dict[TensorKey, list[Problem]] = defaultdict(list)
+        for key, region in ((key, region) for key, regions in new.items() for region in regions):
+            near = [saved for saved in self._boxes[key] if intersect(saved.entry.box, region)]
+            files |= {saved.file.name: saved.file for saved in near}
             if len(holes) < _MAX_PROBLEMS and (
-                found := list(tensor_layout_problems(self._tensors[key], [box.entry.box for box in boxes]))
+                found := list(layout_problems(self._tensors[key], region, (saved.entry.box for saved in near)))
             ):
-                holes[key] = found
+                holes[key] += found
         if holes:
             problems = (problem for found in holes.values() for problem in found)
             indices = {self.manifest.indices[self._index_of[key]].name for key in holes if self.manifest.indices}
             raise DamageError(*islice(problems, _MAX_PROBLEMS), files=indices)
-        files = {box.file.name: box.file for boxes in saved.values() for box in boxes}
         _raise_damage({name: list(self._file_problems(file)) for name, file in sorted(files.items())})
-        self._complete |= new
+        for key, regions in new.items():
+            self._complete[key] |= regions
 
     def _file_problems(self, file: FileEntry) -> Iterator[Problem]:
         path = self.folder / file.name
@@ -385,11 +433,10 @@ class Checkpoint:
         path = self.folder / file.name
         try:
             with open_regular(path, inside=self.folder) as stream:
-                read = {(file.name, number) for number in self._in_file[file.name]}
-                if not read <= self._described:
+                if self._described.get(file.name) != (read := len(self._in_file[file.name])):
                     found = list(self._header_problems(stream, file))
                     yield from found
-                    self._described |= set() if found else read
+                    self._described[file.name] = -1 if found else read
                 for saved, overlaps in plan:
                     yield from self._copy_box(stream, saved, overlaps)
         except OSError as error:
@@ -405,14 +452,10 @@ class Checkpoint:
         for target in overlaps:
             target.view().copy_(values[index_within(entry.box, target.box)])
 
-    @property
-    def _has_all_indices(self) -> bool:
-        return len(self._indexed) >= len(self.manifest.indices)
-
     def _header_problems(self, stream: BufferedReader, file: FileEntry) -> Iterator[Problem]:
         stream.seek(0)
         dtypes = {key: entry.dtype for key, entry in self._tensors.items()}
-        header, is_all = stream.read(file.header_bytes), self._has_all_indices
+        header, is_all = stream.read(file.header_bytes), self._num_read == self.num_boxes
         if rule := header_problem(file, self._boxes_in(file), dtypes, header, is_all=is_all):
             yield Problem(str(self.folder / file.name), rule)
 
@@ -433,16 +476,18 @@ class Checkpoint:
             f"damaged: {where} do not match the hash in the manifest",
         )
 
+    def _filling_problems(self, file: FileEntry) -> Iterator[Problem]:
+        """Yield a problem if the boxes of a file do not fill it, where all boxes are read."""
+        if self._num_read == self.num_boxes:
+            yield from filling_problems(file, self._boxes_in(file), str(self.folder / file.name))
+
     def _damage_of(self, file: FileEntry) -> Iterator[Problem]:
         """Check the size of a file, its header, and every box of it against its hash, reading them anew.
 
-        Boxes are those of the indices that are read.
+        Boxes are those that are read.
         """
         path = self.folder / file.name
-        problems = list(self._file_problems(file))
-        if self._has_all_indices:
-            problems += filling_problems(file, self._boxes_in(file), str(path))
-        if problems:
+        if problems := [*self._file_problems(file), *self._filling_problems(file)]:
             yield from problems
             return
         try:
@@ -487,6 +532,11 @@ def _read_bytes(stream: BufferedReader, begin: int, end: int) -> Tensor:
     raw = torch.empty(end - begin, dtype=torch.uint8)
     stream.seek(begin)
     return raw[: stream.readinto(raw.numpy().data)]
+
+
+def _read_span(stream: BufferedReader, begin: int, length: int) -> bytes:
+    stream.seek(begin)
+    return stream.read(length)
 
 
 def _read_file(path: Path, limit: int) -> bytes:

@@ -13,9 +13,10 @@ its elements lie in the flat range.  Everything here is arithmetic; no element i
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import add, sub
 from typing import Literal
 
 from torch import Tensor
@@ -120,6 +121,9 @@ def _logical(spec: ParamSpec, local: Box) -> Box:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the region two boxes of one tensor share, or None."""
+    # Most boxes of a tensor lie apart in its first dim, and readers compare thousands of them.
+    if a.offset and not a.offset[0] - b.lengths[0] < b.offset[0] < a.offset[0] + a.lengths[0]:
+        return None
     offset = tuple(map(max, a.offset, b.offset))
     ends = tuple(min(o + n, p + m) for o, n, p, m in zip(a.offset, a.lengths, b.offset, b.lengths, strict=True))
     lengths = tuple(end - begin for begin, end in zip(offset, ends, strict=True))
@@ -132,30 +136,43 @@ def index_within(outer: Box, inner: Box) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + n) for begin, n in zip(begins, inner.lengths, strict=True))
 
 
-def tiling_defects(shape: tuple[int, ...], boxes: Sequence[Box]) -> Iterator[Defect]:
-    """Yield the regions that non-empty boxes inside a tensor of this shape do not cover exactly once.
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box that a whole tensor of this shape is."""
+    return Box((0,) * len(shape), tuple(shape))
 
-    Cuts the tensor into slabs at every begin and end of a box along a dim, and searches each slab one dim deeper.  An
+
+def bounds_of(boxes: Sequence[Box]) -> Box:
+    """Return the smallest box that contains these boxes of one tensor, at least one."""
+    offset = tuple(map(min, zip(*(box.offset for box in boxes), strict=True)))
+    ends = map(max, zip(*(map(add, box.offset, box.lengths) for box in boxes), strict=True))
+    return Box(offset, tuple(map(sub, ends, offset)))
+
+
+def tiling_defects(region: Box, boxes: Iterable[Box]) -> Iterator[Defect]:
+    """Yield the parts of a region of a tensor that boxes of the same tensor do not cover exactly once.
+
+    Cuts the region into slabs at every begin and end of a box along a dim, and searches each slab one dim deeper.  An
     iterator, so that a caller that shows only the first few defects does not pay for the rest.
     """
-    if 0 not in shape:
-        yield from _slab_defects(shape, boxes, ())
+    if region.numel:
+        yield from _slab_defects(region, [shared for box in boxes if (shared := intersect(box, region))], ())
 
 
-def _slab_defects(shape: tuple[int, ...], boxes: Sequence[Box], above: tuple[tuple[int, int], ...]) -> Iterator[Defect]:
+def _slab_defects(region: Box, boxes: Sequence[Box], above: tuple[tuple[int, int], ...]) -> Iterator[Defect]:
     """Yield defects inside the slab that `above` (begin and length per dim so far) selects; `boxes` all span it."""
     dim = len(above)
-    if not boxes or dim == len(shape):
+    if not boxes or dim == len(region.offset):
         if len(boxes) != 1:
-            region = (*above, *((0, length) for length in shape[dim:]))
-            box = Box(tuple(begin for begin, _ in region), tuple(length for _, length in region))
+            slab = (*above, *zip(region.offset[dim:], region.lengths[dim:], strict=True))
+            box = Box(tuple(begin for begin, _ in slab), tuple(length for _, length in slab))
             yield Defect("overlap" if boxes else "hole", box)
         return
+    first, last = region.offset[dim], region.offset[dim] + region.lengths[dim]
     ends = {end for box in boxes for end in (box.offset[dim], box.offset[dim] + box.lengths[dim])}
     waiting = sorted(boxes, key=lambda box: box.offset[dim], reverse=True)
     active: list[Box] = []
-    for low, high in pairwise(sorted(ends | {0, shape[dim]})):
+    for low, high in pairwise(sorted(ends | {first, last})):
         active = [box for box in active if box.offset[dim] + box.lengths[dim] > low]
         while waiting and waiting[-1].offset[dim] == low:
             active.append(waiting.pop())
-        yield from _slab_defects(shape, active, (*above, (low, high - low)))
+        yield from _slab_defects(region, active, (*above, (low, high - low)))

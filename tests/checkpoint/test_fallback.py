@@ -78,6 +78,28 @@ def test_damage_in_the_data_of_one_rank_makes_all_ranks_take_the_next(tmp_path: 
     assert last == f"WARNING: {root / 'step_0000004'} is sound and taken instead; steps after 4 are trained again"
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("change", [lambda content: content[:-9] + b"x" * 9, lambda content: content + b"\n"])
+def test_ranks_share_the_hashing_of_indices_and_all_learn_of_damage(
+    tmp_path: Path, number: int, change: Callable[[bytes], bytes]
+) -> None:
+    """Each index is read whole by one rank of two; rank 0 confirms the damage that only rank 1 has looked for."""
+    for step in STEPS:
+        write_checkpoint(tmp_path, make_state(step), LAYOUT, step=step, boxes_per_index=10)
+    path = tmp_path / "step_0000006" / f"index_0000{number}.jsonl"
+    path.write_bytes(change(path.read_bytes()))
+    (damaged,) = resumed(tmp_path, 4).damaged
+    assert path.name in damaged.problems[0].given and f"rank {number % 2}: " in damaged.problems[0].given
+
+
+def test_a_data_file_that_one_rank_looks_at_is_confirmed_by_its_size(tmp_path: Path) -> None:
+    root = make_root(tmp_path)
+    path = root / "step_0000006" / "rank_00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    (damaged,) = resumed(root, 4).damaged
+    assert f"{path.name}: {path.stat().st_size} bytes" in damaged.problems[0].given
+
+
 def test_several_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     root = make_root(tmp_path)
     flip_last_byte(root / "step_0000004" / "rank_00001.safetensors")

@@ -1,35 +1,34 @@
 """Tests of the manifest: a dumped one is read back the same, and any other text is refused with all its problems."""
 
 import copy
-import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from support.checkpoint_versions import signed, version_1
+from support.checkpoint_versions import index_entry, index_texts, signed, version_1
 from support.each import each
 
+from megazero.checkpoint.index import dump_index
 from megazero.checkpoint.manifest import (
     BOX_BYTES,
     DTYPES,
     BoxEntry,
+    BoxTable,
     ConfigEntry,
     DtypeName,
     FileBoxes,
     FileEntry,
-    Index,
-    IndexEntry,
     Manifest,
     TensorEntry,
     dtype_bytes,
     dtype_name,
-    dump_index,
     dump_manifest,
-    parse_index,
     parse_manifest,
 )
+from megazero.checkpoint.reader import Checkpoint
 from megazero.errors import CheckpointError, DamageError
 
 HASH = "0" * 64
@@ -44,15 +43,14 @@ def boxes_of(rank: int, rows: tuple[int, int]) -> FileBoxes:
     )
 
 
-INDEX = Index((boxes_of(0, (0, 1)), boxes_of(1, (1, 4))))
+TABLE = BoxTable((boxes_of(0, (0, 1)), boxes_of(1, (1, 4))))
+INDEX, ENTRY = dump_index("index_00000.jsonl", 1, [TABLE])
 
 
-def manifest(*, progress: Any = None, index: bytes | None = None, files: tuple[FileEntry, ...] = ()) -> Manifest:
+def manifest(*, progress: Any = None) -> Manifest:
     config = ConfigEntry("config.yaml", HASH)
-    text = dump_index(INDEX) if index is None else index
-    entry = IndexEntry("index_00000.json", len(text), hashlib.sha256(text).hexdigest(), 1, 2)
-    files = files or tuple(FileEntry(each.name, each.boxes[-1].end, 80, HASH) for each in INDEX.files)
-    return Manifest(7, {} if progress is None else progress, config, (WEIGHT,), files, (entry,))
+    files = tuple(FileEntry(each.name, each.boxes[-1].end, 80, HASH) for each in TABLE.files)
+    return Manifest(7, {} if progress is None else progress, config, (WEIGHT,), files, (ENTRY,))
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
@@ -62,8 +60,7 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     assert again == original
     assert boxes is None
     assert again.progress == progress
-    assert (again.step, again.format, again.version) == (7, "megazero-checkpoint", 2)
-    assert parse_index(dump_index(INDEX), again, 0, source="i") == INDEX
+    assert (again.step, again.format, again.version) == (7, "megazero-checkpoint", 3)
 
 
 def test_the_documented_hash_can_be_computed_by_others() -> None:
@@ -72,9 +69,9 @@ def test_the_documented_hash_can_be_computed_by_others() -> None:
 
 
 def test_the_first_version_is_read_into_the_same_tables() -> None:
-    old = version_1(json.loads(dump_manifest(manifest())), [json.loads(dump_index(INDEX))])
+    old = old_body()
     found, boxes = parse_manifest(signed(old), source="m")
-    assert boxes == INDEX
+    assert boxes == TABLE
     assert (found.version, found.indices, found.files) == (1, (), manifest().files)
 
 
@@ -117,8 +114,9 @@ def test_another_format_or_version_is_told_before_anything_else() -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint of megazero"):
         parse_manifest(b'{"format": "torch"}', source="m")
     body = json.loads(dump_manifest(manifest()))
-    with pytest.raises(CheckpointError, match=r"version 3\n.*cannot read(.|\n)*legal: 1 or 2"):
-        parse_manifest(signed({**body, "version": 3, "unheard": 1}), source="m")
+    for version in (2, 4):
+        with pytest.raises(CheckpointError, match=rf"version {version}\n.*cannot read(.|\n)*legal: 1 or 3"):
+            parse_manifest(signed({**body, "version": version, "unheard": 1}), source="m")
 
 
 def test_an_edited_manifest_is_refused() -> None:
@@ -195,7 +193,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 def old_body() -> dict[str, Any]:
     """Return a manifest of the first version, with the boxes in it."""
-    return version_1(json.loads(dump_manifest(manifest())), [json.loads(dump_index(INDEX))])
+    return version_1(json.loads(dump_manifest(manifest())), [json.loads(INDEX.splitlines()[1])])
 
 
 @each("name", HOSTILE)
@@ -208,21 +206,21 @@ def test_a_hostile_manifest_of_the_first_version_is_refused(name: str) -> None:
 
 
 @each("name", HOSTILE)
-def test_a_hostile_manifest_or_index_is_refused(name: str) -> None:
+def test_a_hostile_manifest_or_index_is_refused(name: str, tmp_path: Path) -> None:
     """What the first version has in its manifest lies in the manifest or in the index; either one is refused."""
     change, message = HOSTILE[name]
     body = old_body()
     change(body)
     rows = body["files"]
-    index = {"files": [{"name": row["name"], "boxes": row["boxes"]} for row in rows]}
-    text = json.dumps(index).encode()
-    entry = {"name": "index_00000.json", "num_bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    texts = index_texts([{"files": [{"name": row["name"], "boxes": row["boxes"]} for row in rows]}])
+    (tmp_path / "index_00000.jsonl").write_bytes(b"".join(texts))
+    entry = {"name": "index_00000.jsonl", **index_entry(*texts)}
     entry.update(num_tensors=len(body["tensors"]), num_boxes=sum(len(row["boxes"]) for row in rows))
     files = [{key: value for key, value in row.items() if key != "boxes"} for row in rows]
-    version = 2 if body["version"] == 1 and type(body["version"]) is int else body["version"]
+    version = 3 if body["version"] == 1 and type(body["version"]) is int else body["version"]
     given = signed({**body, "version": version, "files": files, "indices": [entry]})
     with pytest.raises(CheckpointError, match=message):
-        parse_index(text, parse_manifest(given, source="m")[0], 0, source="i")
+        Checkpoint(tmp_path, parse_manifest(given, source="m")[0], "").check_files()
 
 
 def _entry(**changes: Any) -> Callable[[dict[str, Any]], None]:
@@ -230,13 +228,15 @@ def _entry(**changes: Any) -> Callable[[dict[str, Any]], None]:
 
 
 HOSTILE_INDICES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "index elsewhere": (_entry(name="../index.json"), "plain file name"),
-    "index in a sub-folder": (_entry(name="ranks_00000/index.json"), "plain file name"),
+    "index elsewhere": (_entry(name="../index.jsonl"), "plain file name"),
+    "index in a sub-folder": (_entry(name="ranks_00000/index.jsonl"), "plain file name"),
     "index that is a data file": (_entry(name="rank_0.safetensors"), "named more than once"),
     "more tensors than there are": (_entry(num_tensors=2), "1 tensors\n.*its indices have 2"),
     "no index": (lambda body: body.update(indices=[]), "1 tensors\n.*its indices have 0"),
     "many indices": (lambda body: body.update(indices=body["indices"] * 200), "at most 120"),
     "index of a terabyte": (_entry(num_bytes=2**40), "less than or equal"),
+    "directory of a terabyte": (_entry(directory_bytes=2**40), "less than or equal"),
+    "directory without a hash": (_entry(directory_sha256=""), "match pattern"),
     "other folder": (_file_name("other/rank_0.safetensors"), "plain file name"),
     "two folders": (_file_name("ranks_00000/ranks_00000/a"), "plain file name"),
     "hidden file in a folder": (_file_name("ranks_00000/.a"), "plain file name"),
@@ -263,40 +263,11 @@ def test_files_of_large_jobs_lie_in_folders_but_not_in_the_first_version() -> No
         parse_manifest(signed(old), source="m")
 
 
-@each(
-    "text",
-    [
-        b"",
-        b"null",
-        b"[]",
-        b"{",
-        b"\xff\xfe",
-        b'{"files": NaN}',
-        b"[" * 100_000,
-        b'{"files":' * 10_000,
-        b"\x80\x04K\x01.",
-    ],
-)
-def test_what_is_not_an_index_is_refused_by_name(text: bytes) -> None:
-    with pytest.raises(DamageError, match=r"^checkpoint error: i") as caught:
-        parse_index(text, manifest(index=text), 0, source="i")
-    assert caught.value.files == {"index_00000.json"}
-    with pytest.raises(DamageError, match="of another checkpoint"):
-        parse_index(text, manifest(), 0, source="i")
-
-
-def test_an_index_has_as_many_boxes_as_the_manifest_says() -> None:
-    text = dump_index(INDEX)
-    entry = IndexEntry("index_00000.json", len(text), hashlib.sha256(text).hexdigest(), 1, 3)
-    given = Manifest(7, {}, ConfigEntry("config.yaml", HASH), (WEIGHT,), manifest().files, (entry,))
-    with pytest.raises(DamageError, match="2 boxes"):
-        parse_index(text, given, 0, source="i")
-
-
 def test_a_checkpoint_of_another_version_is_refused_but_not_damaged() -> None:
     """A run passes over a damaged checkpoint; one that a newer megazero has saved must stay where it is."""
     body = json.loads(dump_manifest(manifest()))
-    for change, damaged in (({"version": 3}, False), ({"format": "torch"}, False), ({"version": True}, True)):
+    intact = [{"version": 2}, {"version": 4}, {"format": "torch"}]
+    for change, damaged in (*((other, False) for other in intact), ({"version": True}, True)):
         for text, is_damaged in (
             (signed({**body, **change}), damaged),
             (json.dumps({**body, **change}).encode(), True),

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoint_versions import edit_index, make_version_1, signed
+from support.checkpoint_versions import edit_index, make_version_1, read_index, signed
 from support.sharded_state import PADDING, PARAMETERS, Layout, assert_same, blank, make_state, write_checkpoint
 
+from megazero.checkpoint import index
 from megazero.checkpoint.reader import Checkpoint, SavedParameter, open_checkpoint, open_complete
 from megazero.errors import CheckpointError, DamageError
 from megazero.parallel.param_spec import Box, ParamSpec, StateFragment
@@ -210,10 +211,9 @@ def test_a_checkpoint_with_a_rank_missing_is_told_by_region(tmp_path: Path) -> N
     def without_second(table: dict[str, Any]) -> None:
         table["files"] = [file for file in table["files"] if file["name"] != name]
 
-    edit_index(folder, without_second)
+    edit_index(folder, lambda tables: without_second(tables[0]))
     manifest = {**json.loads((folder / "manifest.json").read_bytes())}
     without_second(manifest)
-    manifest["indices"][0]["num_boxes"] = 1
     (folder / "manifest.json").write_bytes(signed(manifest))
     holed = open_checkpoint(folder)
     with pytest.raises(CheckpointError, match=r"region \[0:5,6:12\]\n.*stored nowhere"):
@@ -267,15 +267,26 @@ def indexed(root: Path) -> tuple[Path, dict[str, str]]:
     """Write a checkpoint with several indices; return its folder and the index of each parameter's weight."""
     folder = write_checkpoint(root, make_state(), Layout(2, 2, seed=1), box_bytes=64, boxes_per_index=12)
     found = {}
-    for path in folder.glob("index_*.json"):
-        for file in json.loads(path.read_bytes())["files"]:
-            found |= {box["parameter"]: path.name for box in file["boxes"] if box["kind"] == "weight"}
+    for path in folder.glob("index_*.jsonl"):
+        directory, _ = read_index(path)
+        found |= {each["parameter"]: path.name for each in directory["segments"] if each["kind"] == "weight"}
     assert len(set(found.values())) > 1
     return folder, found
 
 
 def harm(way: str, path: Path, other: Path) -> None:
-    if way == "missing":
+    content = bytearray(path.read_bytes())
+    if way == "directory damaged":
+        content[20] ^= 1
+        path.write_bytes(content)
+    elif way == "segment damaged":
+        content[content.index(b'"wte.weight"', content.index(b"\n")) + 3] ^= 1
+        path.write_bytes(content)
+    elif way == "cut":
+        path.write_bytes(content[:-30])
+    elif way == "longer":
+        path.write_bytes(content + b"\n")
+    elif way == "missing":
         path.unlink()
     elif way == "foreign":
         shutil.copy(other, path)
@@ -283,11 +294,9 @@ def harm(way: str, path: Path, other: Path) -> None:
         target = path.parent.parent / "elsewhere"
         path.rename(target)
         path.symlink_to(target)
-    else:
-        flip(path)
 
 
-@pytest.mark.parametrize("way", ["damaged", "missing", "foreign", "leads out"])
+@pytest.mark.parametrize("way", ["directory damaged", "segment damaged", "missing", "foreign", "leads out"])
 def test_only_the_indices_of_wanted_tensors_are_read(tmp_path: Path, way: str) -> None:
     state = make_state()
     folder, index_of = indexed(tmp_path / "one")
@@ -308,19 +317,78 @@ def test_only_the_indices_of_wanted_tensors_are_read(tmp_path: Path, way: str) -
     assert checkpoint.damage_in({index_of[sound[0]]}) == []
 
 
+@pytest.mark.parametrize("way", ["cut", "longer", "segment damaged", "directory damaged"])
+def test_what_is_hashed_is_all_of_an_index(tmp_path: Path, way: str) -> None:
+    """The files of all indices are compared with the manifest, by one process, or a share of them by each of several.
+
+    Every way to look at them finds the same file, and rank 0 confirms what another rank has found.
+    """
+    folder, index_of = indexed(tmp_path)
+    bad = index_of["wte.weight"]
+    harm(way, folder / bad, folder)
+    for rank in range(3):
+        checkpoint = open_checkpoint(folder)
+        number = [entry.name for entry in checkpoint.manifest.indices].index(bad)
+        if number % 3 != rank:
+            checkpoint.check_files(rank=rank, size=3)
+            continue
+        with pytest.raises(DamageError, match=bad) as caught:
+            checkpoint.check_files(rank=rank, size=3)
+        assert caught.value.files == {bad}
+    assert checkpoint.damage_in({bad})
+    found = [problem for problem in problems_of(checkpoint) if bad in problem]
+    assert found and len(found) == len(set(found))
+
+
+def test_only_the_segments_of_wanted_regions_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rows of a tensor are read, and the last are not, where the segment of those is not as it should be."""
+    monkeypatch.setattr(index.cut, "__kwdefaults__", {"boxes_per_segment": 4})
+    state = {("wte.weight", "weight"): torch.randn(11, 5), ("proj.weight", "weight"): torch.randn(5, 12)}
+    folder = write_checkpoint(tmp_path, state, Layout(dp=2, seed=3), box_bytes=20)
+    path = folder / "index_00000.jsonl"
+    directory, _ = read_index(path)
+    place = max(number for number, each in enumerate(directory["segments"]) if each["parameter"] == "wte.weight")
+    first, last = Box((0, 0), (3, 5)), Box((10, 0), (1, 5))
+    content, manifest = path.read_bytes(), (folder / "manifest.json").read_bytes()
+
+    def damaged() -> None:
+        lines = content.splitlines(keepends=True)
+        lines[1 + place] = lines[1 + place].replace(b"wte", b"xte")
+        path.write_bytes(b"".join(lines))
+
+    def hidden(found: dict[str, Any]) -> None:
+        found["segments"][place].update(offset=[0, 0], lengths=[1, 1])
+
+    for change, rule, reads_first in (
+        (damaged, "does not match the hash", True),
+        (lambda: edit_index(folder, lambda tables: tables.pop(place)), "stored nowhere", True),
+        (lambda: edit_index(folder, lambda tables: tables.append(tables[place])), "stored more than once", True),
+        (lambda: edit_index(folder, lambda tables: tables[place]["files"][-1]["boxes"].pop()), "stored nowhere", True),
+        (lambda: edit_index(folder, directory=hidden), "stored nowhere", False),
+    ):
+        path.write_bytes(content)
+        (folder / "manifest.json").write_bytes(manifest)
+        change()
+        checkpoint = open_checkpoint(folder)
+        if reads_first:
+            assert torch.equal(checkpoint.read("wte.weight", first), state["wte.weight", "weight"][:3])
+        else:
+            with pytest.raises(DamageError, match="not the bounds in the directory"):
+                checkpoint.read("wte.weight", first)
+        with pytest.raises(DamageError, match=rule) as caught:
+            checkpoint.read("wte.weight", last)
+        assert caught.value.files == {path.name}
+        assert checkpoint.damage_in({path.name})
+        with pytest.raises(DamageError):
+            open_checkpoint(folder).check_files()
+        assert problems_of(checkpoint)
+
+
 def test_boxes_of_several_indices_fill_a_file_and_its_header(tmp_path: Path) -> None:
     """Each index may be right by itself, and not with the others: to verify is to compare all of them."""
     folder, _ = indexed(tmp_path)
     assert problems_of(open_checkpoint(folder)) == []
-
-    def drop_a_box(index: dict[str, Any]) -> None:
-        index["files"][0]["boxes"].pop()
-
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    edit_index(folder, drop_a_box)
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    manifest["indices"][0]["num_boxes"] -= 1
-    (folder / "manifest.json").write_bytes(signed(manifest))
+    edit_index(folder, lambda tables: tables.pop())
     text = "".join(problems_of(open_checkpoint(folder)))
     assert "stored nowhere" in text and "back to back" in text
 
@@ -335,8 +403,8 @@ def test_a_box_under_another_key_than_the_header_has_is_refused(tmp_path: Path, 
     state = {("proj.weight", "weight"): torch.randn(5, 12), ("wte.weight", "weight"): torch.randn(11, 5)}
     folder = write_checkpoint(tmp_path, state, Layout(), box_bytes=4 * 12, boxes_per_index=2)
 
-    def exchange(index: dict[str, Any]) -> None:
-        first, second = (box for box in index["files"][0]["boxes"][:2])
+    def exchange(tables: list[dict[str, Any]]) -> None:
+        first, second = (box for box in tables[0]["files"][0]["boxes"][:2])
         first["offset"], second["offset"] = second["offset"], first["offset"]
 
     edit_index(folder, exchange, number)
@@ -366,7 +434,7 @@ def test_files_of_more_ranks_than_a_folder_holds_lie_in_sub_folders(tmp_path: Pa
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")) == [
         f"ranks_0000{rank // 3}/rank_0000{rank}.safetensors" for rank in range(8)
     ]
-    assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".json", ".yaml"}
+    assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".json", ".jsonl", ".yaml"}
     checkpoint = open_complete(folder)
     assert problems_of(checkpoint) == []
     for (name, kind), full in state.items():

@@ -19,6 +19,7 @@ from megazero.checkpoint.slices import (
     row_strides,
     split_range,
     tiling_defects,
+    whole,
 )
 from megazero.parallel.param_spec import Box, ParamSpec
 
@@ -145,7 +146,7 @@ def test_defects_equal_those_counted_element_by_element(data: st.DataObject) -> 
     for box in boxes:
         counts[region(box)] += 1
     reported = np.zeros(shape, dtype=int)
-    for defect in tiling_defects(shape, boxes):
+    for defect in tiling_defects(whole(shape), boxes):
         expected = counts[region(defect.box)]
         assert (expected == 0).all() if defect.kind == "hole" else (expected > 1).all()
         reported[region(defect.box)] += 1
@@ -158,14 +159,14 @@ def test_a_range_and_its_rest_tile_the_tensor(case: tuple[tuple[int, ...], int, 
     shape, start, stop = case
     cuts = (0, start, stop, math.prod(shape))
     boxes = [box for a, b in pairwise(cuts) for box in range_boxes(shape, a, b)]
-    assert list(tiling_defects(shape, boxes)) == []
+    assert list(tiling_defects(whole(shape), boxes)) == []
 
 
 def test_defects_of_tensors_without_elements_or_dims() -> None:
-    assert list(tiling_defects((0, 4), [])) == []
-    assert list(tiling_defects((), [Box((), ())])) == []
-    assert list(tiling_defects((), [])) == [Defect("hole", Box((), ()))]
-    assert list(tiling_defects((), [Box((), ())] * 2)) == [Defect("overlap", Box((), ()))]
+    assert list(tiling_defects(whole((0, 4)), [])) == []
+    assert list(tiling_defects(whole(()), [Box((), ())])) == []
+    assert list(tiling_defects(whole(()), [])) == [Defect("hole", Box((), ()))]
+    assert list(tiling_defects(whole(()), [Box((), ())] * 2)) == [Defect("overlap", Box((), ()))]
 
 
 def test_thousands_of_boxes_are_checked_quickly_enough_to_be_checked_always() -> None:
@@ -174,8 +175,8 @@ def test_thousands_of_boxes_are_checked_quickly_enough_to_be_checked_always() ->
     for column in range(8):
         cuts = [0, *range(8 + column, 2048, 8), 2048]
         boxes += [Box((a, column * 4), (b - a, 4)) for a, b in pairwise(cuts)]
-    assert list(tiling_defects((2048, 32), boxes)) == []
-    assert next(tiling_defects((2048, 32), boxes[:-1])).kind == "hole"
+    assert list(tiling_defects(whole((2048, 32)), boxes)) == []
+    assert next(tiling_defects(whole((2048, 32)), boxes[:-1])).kind == "hole"
 
 
 def test_formatting_and_strides() -> None:

@@ -74,7 +74,7 @@ def test_a_checkpoint_is_a_folder_of_plain_files(tmp_path: Path) -> None:
     assert list(tree(root)) == [
         "latest",
         "step_0000020/config.yaml",
-        "step_0000020/index_00000.json",
+        "step_0000020/index_00000.jsonl",
         "step_0000020/manifest.json",
         "step_0000020/rank_00000.safetensors",
     ]
