@@ -53,7 +53,7 @@ phase "ruff check" "$python" -m ruff check .
 phase "ruff format" "$python" -m ruff format --check .
 # Types are checked beside the tests, in the processor time that ranks leave while they wait for each other.
 types="$(mktemp)"
-nice -n 19 "$python" -m mypy --num-workers 2 >"$types" 2>&1 &
+nice -n 19 "$python" -m mypy >"$types" 2>&1 &
 checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # Files are dealt out to a few processes of pytest: each has ranks of its own, so more of them take much memory.

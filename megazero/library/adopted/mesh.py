@@ -130,13 +130,14 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
     names = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
     names |= dict.fromkeys((CONTROL, *CONTROL_AXES), WORLD)
     nodes, me = launched_nodes(dist.get_world_size()), dist.get_rank()
-    links = {
-        "dp": links_of(nodes, data, me, groups.data),
-        "tp": links_of(nodes, tensor, me, groups.tensor),
-    }
-    links[WORLD] = links["dp"] or links["tp"]  # what reaches all ranks leaves the node where either does
+    over_data_links = links_of(nodes, data, me, groups.data)
+    over_tensor_links = links_of(nodes, tensor, me, groups.tensor)
+    links = {"tp": over_tensor_links, "dp": over_data_links, GATHERING: over_data_links}
+    links |= dict(zip(CONTROL_AXES, (over_tensor_links, over_data_links), strict=True))
+    # What reaches all ranks leaves the node where either does.
+    links |= dict.fromkeys((WORLD, CONTROL), over_data_links or over_tensor_links)
     communicators = {
-        key: MeteredCommunicator(axis, names[key], meter, links=links.get(names[key])) for key, axis in inner.items()
+        key: MeteredCommunicator(axis, names[key], meter, links=links.get(key)) for key, axis in inner.items()
     }
     topology = Topology(tp=over_tensor.size, dp=over_data.size)
     return Mesh(topology, topology.rank_of(dp=over_data.rank, tp=over_tensor.rank), device, communicators, meter)
