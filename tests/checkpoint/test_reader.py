@@ -340,6 +340,17 @@ def test_what_is_hashed_is_all_of_an_index(tmp_path: Path, way: str) -> None:
     assert found and len(found) == len(set(found))
 
 
+def test_the_size_of_a_file_is_looked_at_before_any_index_is_read(tmp_path: Path) -> None:
+    """Rank 0 reads what another rank has found damaged, and of a large job all indices take minutes."""
+    folder, _ = indexed(tmp_path)
+    path = folder / "rank_00001.safetensors"
+    path.write_bytes(path.read_bytes() + b"x")
+    for index_file in folder.glob("index_*.jsonl"):
+        index_file.unlink()
+    (problem,) = open_checkpoint(folder).damage_in({path.name})
+    assert f"{path.name}: {path.stat().st_size} bytes" in problem.given
+
+
 def test_only_the_segments_of_wanted_regions_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows of a tensor are read, and the last are not, where the segment of those is not as it should be."""
     monkeypatch.setattr(index.cut, "__kwdefaults__", {"boxes_per_segment": 4})
