@@ -281,7 +281,7 @@ def page_of(found: dict[str, dict[str, Any]]) -> list[str]:
         "peak before, MiB",
     )
     return [
-        heading("Checkpoints of thousands of ranks, without their data", "cpu"),
+        heading(f"Checkpoints of {' and '.join(found)} ranks, without their data", "cpu"),
         paragraph(ABOUT),
         "## Saving",
         table(saving, saves),
