@@ -5,7 +5,8 @@
 Needs root and Linux with ip and tc.  Two nodes of two processes are made on this machine (`cluster.sh`): what leaves a
 node goes through its link, whose rate is set; what stays inside does not.  Every variant trains the same model on the
 same samples, as a run of pretrain_gpt.py that goes through all rates; variants take turns.  The first step at a new
-rate is dropped.  Bytes are those that the busier node's link has carried in a step, headers and control messages too.
+rate is dropped.  Bytes are those that the busier node's link has carried in a step, headers and control messages too,
+beside those that its ranks have counted, and both beside what follows from the algorithms.
 """
 
 import argparse
@@ -17,24 +18,50 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from nodes import Cluster, Run, ends_on_signals, obstacle
 from report import HelpFormat, add_output, heading, paragraph, publish, table, tell
 
+from megazero.command_line.parse import parse
+from megazero.config.derived import num_parameters
+
 NODES, PROCESSES = 2, 2
-# By name: flags beside those of all.
-VARIANTS: Mapping[str, str] = MappingProxyType(
+_HPZ = "--zero-stage 3 --zero-hpz-partition-size 2"
+
+
+class Variant(NamedTuple):
+    """Flags beside those of all, and what crosses from a node in a step.
+
+    gathered, reduced: multiples of the bytes of all parameters, or gradients, times (A - 1) / A for A nodes: 1 where a
+    byte crosses once for each node, I for messages of each of I ranks to every other.
+    """
+
+    flags: str
+    gathered: float
+    reduced: float
+
+
+def _bits(number: int) -> float:
+    """Return the bytes of numbers in blocks of 256, each with a scale of 4, over those of 16-bit ones."""
+    return (number / 8 + 4 / 256) / 2
+
+
+# Stage 3 gathers twice, hpZ once; an all-reduce over A nodes, as MiCS has it of 1/I of all gradients, sends twice.
+VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
-        "stage 3": "--zero-stage 3",
-        "stage 3, two hops": "--zero-stage 3 --hierarchical-collectives",
-        "hpZ": "--zero-stage 3 --zero-hpz-partition-size 2",
-        "hpZ, two hops": "--zero-stage 3 --zero-hpz-partition-size 2 --hierarchical-collectives",
-        "ZeRO++": (
-            "--zero-stage 3 --zero-hpz-partition-size 2 --zero-quantized-weights --zero-quantized-gradients"
-            " --mics-hierarchical-params-gather"
+        "stage 3": Variant("--zero-stage 3", 2 * PROCESSES, PROCESSES),
+        "stage 3, two hops": Variant("--zero-stage 3 --hierarchical-collectives", 2, 1),
+        "hpZ": Variant(_HPZ, PROCESSES, PROCESSES),
+        "hpZ, two hops": Variant(f"{_HPZ} --hierarchical-collectives", 1, 1),
+        "hpZ, qwZ, two hops": Variant(f"{_HPZ} --zero-quantized-weights --hierarchical-collectives", _bits(8), 1),
+        "ZeRO++": Variant(
+            f"{_HPZ} --zero-quantized-weights --zero-quantized-gradients --mics-hierarchical-params-gather",
+            _bits(8),
+            _bits(4),
         ),
-        "MiCS": "--zero-stage 3 --mics-shard-size 2",
-        "stage 2": "--zero-stage 2",
+        "MiCS": Variant("--zero-stage 3 --mics-shard-size 2", 0, 2),
+        "stage 2": Variant("--zero-stage 2", PROCESSES, PROCESSES),
     }
 )
 _DROPPED = 2  # steps of a run before the first rate: they connect and make the optimizer's state
@@ -42,11 +69,15 @@ Rate = float | None  # Mbit/s; None: as fast as the machine can
 
 
 class Figures:
-    """The seconds and the link's bytes of the steps of a variant at one rate; loss: that of the last step."""
+    """The seconds and bytes of the steps of a variant at one rate; loss: that of the last step.
+
+    sent: what the busier node's link has carried.  counted: what its ranks have sent to other nodes.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.sent: list[int] = []
+        self.counted: list[int] = []
         self.loss = float("nan")
 
 
@@ -74,7 +105,7 @@ def flags(variant: str, options: argparse.Namespace) -> list[str]:
         f"--mock-data --num-layers {options.num_layers} --hidden-size {options.hidden_size} --num-attention-heads 4"
         f" --seq-length {options.seq_length} --vocab-size {options.vocab_size} --micro-batch-size 1"
         f" --global-batch-size {NODES * PROCESSES} --hidden-dropout 0 --attention-dropout 0 --lr 3e-4"
-        f" --train-iters 10000 --eval-iters 0 --device cpu {VARIANTS[variant]}"
+        f" --train-iters 10000 --eval-iters 0 --device cpu --bf16 {VARIANTS[variant].flags}"
     )
     return given.split()
 
@@ -94,9 +125,23 @@ def take_turn(cluster: Cluster, variant: str, folder: Path, options: argparse.Na
             figures.seconds += [step.record["step_seconds"] for step in steps]
             for earlier, later in pairwise((before, *steps)):
                 figures.sent.append(max(now - then for now, then in zip(later.sent, earlier.sent, strict=True)))
+                figures.counted.append(max(counted_by_node(later.record["ranks"])))
             figures.loss = steps[-1].record["loss"]
             told.append(f"{rate_name(rate)} {statistics.median(figures.seconds):.3f}")
     tell(f"{variant}, seconds a step: {', '.join(told)}")
+
+
+def counted_by_node(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the bytes that the ranks of every node have sent to other nodes."""
+    sent = [sum(sum(table.values()) for table in rank.get("bytes_across_nodes", {}).values()) for rank in ranks]
+    return [sum(sent[first : first + PROCESSES]) for first in range(0, len(sent), PROCESSES)]
+
+
+def crossing_bytes(variant: str, options: argparse.Namespace) -> float:
+    """Return the bytes that cross from a node in a step by formula: Psi numbers of 16 bits, (A - 1) / A of them."""
+    config = parse(flags(variant, options)).config
+    psi, chosen = num_parameters(config.model, options.vocab_size), VARIANTS[variant]
+    return 2 * psi * (NODES - 1) / NODES * (chosen.gathered + chosen.reduced)
 
 
 def rate_name(rate: Rate) -> str:
@@ -109,6 +154,7 @@ def parts_of(measured: Measured, options: argparse.Namespace) -> list[str]:
     first = options.variants[0]
     median = {key: statistics.median(figures.seconds) for key, figures in measured.items()}
     header = ["variant", *(f"{rate_name(rate)}, s" for rate in rates), "MB a node and step"]
+    header += ["counted, MB", "by formula, MB", "by formula, Psi"]
     header += [f"times {first}'s rate at {rate_name(rates[-1])}", "last loss"]
     rows = []
     for name in options.variants:
@@ -118,13 +164,20 @@ def parts_of(measured: Measured, options: argparse.Namespace) -> list[str]:
                 name,
                 *(f"{median[name, rate]:.3f}" for rate in rates),
                 f"{statistics.median(slowest.sent) / 1e6:.2f}",
+                f"{statistics.median(slowest.counted) / 1e6:.2f}",
+                f"{crossing_bytes(name, options) / 1e6:.2f}",
+                f"{VARIANTS[name].gathered + VARIANTS[name].reduced:.3g}",
                 f"{median[first, rates[-1]] / median[name, rates[-1]]:.2f}",
                 f"{slowest.loss:.4f}",
             ]
         )
     words = (
         f"A GPT of {options.num_layers} x {options.hidden_size} on two nodes of two processes, one sample of"
-        f" {options.seq_length} tokens for each, fp32: medians of {options.rounds} turns of {options.steps} steps."
+        f" {options.seq_length} tokens for each, bf16: medians of {options.rounds} turns of {options.steps} steps. By"
+        " formula, a step crosses from a node with so many Psi numbers of 16 bits, times (A - 1) / A for A nodes,"
+        " scales of blocks included. Messages of each rank to every other cross once for each of a node's ranks, which"
+        " a hop inside avoids, as a ring in the order of nodes does (3 Psi in stage 3). Formulas count two gathers of"
+        " every parameter, of which backward's first is not needed, and no padding."
     )
     return [heading("ZeRO over slow links between nodes", "cpu"), paragraph(words), table(header, rows)]
 
