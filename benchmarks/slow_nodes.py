@@ -179,7 +179,7 @@ def parts_of(measured: Measured, options: argparse.Namespace) -> list[str]:
         " a hop inside avoids, as a ring in the order of nodes does (3 Psi in stage 3). Formulas count two gathers of"
         " every parameter, of which backward's first is not needed, and no padding."
     )
-    return [heading("ZeRO over slow links between nodes", "cpu"), paragraph(words), table(header, rows)]
+    return [heading("ZeRO over slow links between nodes", "cpu", "bf16"), paragraph(words), table(header, rows)]
 
 
 def main(words: Sequence[str] | None = None) -> int:
