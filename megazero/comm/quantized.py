@@ -11,6 +11,7 @@ from megazero.comm.error_feedback import ErrorFeedback
 from megazero.comm.forwarding import ForwardingCommunicator
 from megazero.comm.hops import Hops
 from megazero.comm.interface import Communicator, Work
+from megazero.memory.homes import StateHome
 from megazero.memory.lease import Lease, Scratch
 
 _Hops = Iterator[Sequence[Work]]
@@ -62,15 +63,19 @@ class EncodedGather:
         self._scratch = scratch
         self._hops = Hops()
 
-    def gather_into(self, output: Tensor, row: Tensor, label: int | None = None) -> Work:
-        """Begin to gather every rank's row, uint8 [encoded_bytes(n)], as numbers [ranks n] in rank order."""
-        return self._hops.begin(self._gather(output, row, label), 1)
+    def gather_into(self, output: Tensor, row: Tensor, home: StateHome, label: int | None = None) -> Work:
+        """Begin to gather every rank's row, uint8 [encoded_bytes(n)] at home, as numbers [ranks n] in rank order."""
+        return self._hops.begin(self._gather(output, row, home, label), 1)
 
-    def _gather(self, output: Tensor, row: Tensor, label: int | None) -> _Hops:
+    def _gather(self, output: Tensor, row: Tensor, home: StateHome, label: int | None) -> _Hops:
         size = self._communicator.size
         encoded = self._scratch.lease(size * row.numel(), torch.uint8)
-        yield [self._communicator.all_gather_into(encoded.tensor, row, label)]
-        self._codec.decode(encoded.tensor.view(size, -1), output.view(size, -1))
+        rows = encoded.tensor.view(size, row.numel())
+        mine, brought = home.bring(row, rows[self._communicator.rank])
+        with brought.ahead():
+            gathering = self._communicator.all_gather_into(encoded.tensor, mine, label)
+        yield [gathering, brought]
+        self._codec.decode(rows, output.view(size, -1))
         encoded.release()
 
 

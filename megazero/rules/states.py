@@ -121,13 +121,11 @@ def quantized_numbers_have_a_form(zero: ZeroConfig, precision: PrecisionConfig, 
         yield Problem(given, rule, f"{spell('reduce_scatter')}")
 
 
-def encoded_partitions_are_on_the_device(
-    zero: ZeroConfig, precision: PrecisionConfig, spell: Spell
-) -> Iterator[Problem]:
-    if zero.zero_quantized_nontrainable_weights and zero.offload_param != "none":
+def encoded_partitions_are_in_memory(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    if zero.zero_quantized_nontrainable_weights and zero.offload_param == "nvme":
         given = f"{spell('zero_quantized_nontrainable_weights')} with {spell('offload_param')} {zero.offload_param}"
-        rule = "frozen parameters that are stored as integers are gathered from the device"
-        yield Problem(given, rule, f"either of them; {spell('offload_optimizer')} {zero.offload_param} goes with both")
+        rule = "frozen parameters that are stored as integers are in memory, on the device or the host's"
+        yield Problem(given, rule, f"{spell('offload_param')} cpu, or one of them alone")
 
 
 def secondary_partitions_are_equal(zero: ZeroConfig, data_parallel_size: int, spell: Spell) -> Iterator[Problem]:
@@ -153,7 +151,7 @@ STATE_RULES: tuple[StateRule, ...] = (
     late_updates_have_their_gradients,
     replicas_are_given_once,
     quantized_numbers_have_a_form,
-    encoded_partitions_are_on_the_device,
+    encoded_partitions_are_in_memory,
     loss_scales_are_ordered,
     gradients_are_divided_once,
 )

@@ -158,7 +158,9 @@ class UnitMemory:
             whole = self._shards.flat(self._shards.layout.sections[bucket.section])[bucket.start : bucket.stop]
             if self._frozen is not None and (row := self._shards.encoded_row(bucket)) is not None:
                 with torch.no_grad():
-                    unit.works[bucket.index] = (self._frozen.gather_into(whole, row, label),)
+                    unit.works[bucket.index] = (
+                        self._frozen.gather_into(whole, row, self._shards.parameter_home, label),
+                    )
                 return
             is_near = self.secondary.has(unit.name) and not unit.is_exact
             source = self.secondary if is_near else self._shards

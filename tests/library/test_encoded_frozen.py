@@ -128,6 +128,8 @@ def plain_training(size: int, block: int) -> tuple[list[list[float]], dict[str, 
         (4, {"hierarchical_collectives": True}),
         (4, {"zero_hpz_partition_size": 2, "mics_shard_size": 2}),
         (2, {"offload_optimizer": "cpu"}),
+        (2, {"offload_param": "cpu", "offload_optimizer": "cpu"}),
+        (4, {"offload_param": "cpu", "zero_hpz_partition_size": 2, "hierarchical_collectives": True}),
     ],
 )
 def test_training_is_that_of_a_plain_model_with_rounded_values(size: int, zero: dict[str, Any]) -> None:
@@ -306,7 +308,7 @@ def test_a_model_without_frozen_parameters_is_told() -> None:
     ("zero", "said"),
     [
         ({"zero_stage": 2, **FROZEN}, "zero_quantized_nontrainable_weights"),
-        ({"zero_stage": 3, **FROZEN, "offload_param": "cpu"}, "gathered from the device"),
+        ({"zero_stage": 3, **FROZEN, "offload_param": "nvme", "nvme_path": "/tmp"}, "are in memory"),
         ({"zero_stage": 3, **FROZEN, "zero_quantized_block_size": 100}, "a power of two"),
     ],
 )
