@@ -2,8 +2,8 @@
 
 A rank has of every bucket of a section the encoded row of its partition, one behind the other, and nothing else: a
 frozen parameter has no master weights.  The layout gives every parameter blocks of its own, so that values do not
-depend on its neighbours or on the number of ranks.  Rounding is to the nearest: what has been decoded is encoded to the
-same again, so that a checkpoint, which has the decoded values, is read as it was written.
+depend on its neighbours or on the number of partitions.  Rounding is to the nearest: what has been decoded is encoded
+to the same again, so that a checkpoint, which has the decoded values, is read as it was written.
 """
 
 from collections.abc import Sequence
