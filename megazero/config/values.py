@@ -195,7 +195,7 @@ def _number(info: FieldInfo, value: Any) -> int | float:
 def _text(info: FieldInfo, value: Any) -> str:
     if (isinstance(value, (int, float)) and as_number(value) is not None) or isinstance(value, Path):
         value = str(value)
-    if not isinstance(value, str) or not value or (info.choices and value not in info.choices):
+    if not isinstance(value, str) or not value or "\0" in value or (info.choices and value not in info.choices):
         raise InvalidValue
     return value
 
@@ -207,6 +207,8 @@ def violation(given: str, name: str, info: FieldInfo, value: Any) -> Problem:
     """
     if value == "" or (isinstance(value, (list, tuple)) and "" in value):
         return Problem(given, f"{name} has an empty value (an unset shell variable?)", info.legal)
+    if any("\0" in str(each) for each in (value if isinstance(value, (list, tuple)) else (value,))):
+        return Problem(given, f"{name} has a NUL character, which no name of a file has", info.legal)
     rule = f"{name} is {info.legal}"
     if str(value).strip().lower().lstrip("+-") in ("nan", "inf", "infinity"):
         rule += ", and finite"

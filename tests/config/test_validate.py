@@ -53,6 +53,8 @@ def test_all_findings_come_together_in_the_order_of_help() -> None:
         ({"num_layers": True}, "a whole number", "at least 1"),
         ({"save": ""}, "empty value", "a path"),
         ({"data_path": ["a", ""]}, "empty value", "one or more texts"),
+        ({"save": "a\0b"}, "has a NUL character", "a path"),
+        ({"data_path": ["a", "b\0"]}, "has a NUL character", "one or more texts"),
     ],
 )
 def test_a_finding_has_the_rule_and_the_nearest_legal_values(
