@@ -291,14 +291,18 @@ def _dropout(x: Tensor, p: float, training: bool) -> Tensor:
     return torch.native_dropout(x, p, training)[0] if p > 0 and training else x
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropout_p: float, is_causal: bool) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropout_p: float, is_causal: bool, enable_gqa: bool
+) -> Tensor:
     mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     return mixed
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropout_p: float, is_causal: bool) -> Tensor:
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropout_p: float, is_causal: bool, enable_gqa: bool
+) -> Tensor:
     """Compute causal attention one operation at a time; inputs and result have the shape [b, n, s, d]."""
-    assert is_causal
+    assert is_causal and not enable_gqa
     scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))  # [b, n, s, s]
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     probabilities = torch.softmax(scores.masked_fill_(future, -torch.inf), dim=-1)

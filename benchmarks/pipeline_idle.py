@@ -311,7 +311,13 @@ def measure_balance(options: argparse.Namespace) -> Balance:
     layers, vocabulary = options.balance_layers, options.balance_vocab_size
     padded = derived.padded_vocab_size(vocabulary, divisible_by=128, tensor_parallel_size=1)
     hidden = options.hidden_size
-    costs = model_costs(hidden=hidden, ffn=4 * hidden, seq=options.seq_length, padded_vocab=padded)
+    costs = model_costs(
+        hidden=hidden,
+        matrices=12 * hidden**2,
+        heads_width=hidden,
+        seq=options.seq_length,
+        padded_vocab=padded,
+    )
     balanced = balanced_split(
         layers, STAGES, layer_cost=costs.layer, embedding_cost=costs.embedding, head_cost=costs.head
     )

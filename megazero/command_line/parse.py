@@ -40,6 +40,7 @@ from megazero.dialects.megatron import (
     IMPLIED,
     INSTEAD,
     NO_TOKENIZER,
+    OTHER_VALUES,
     REFUSED,
     SHORTHANDS,
     TOKENIZERS,
@@ -292,7 +293,7 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
     settings = {flag.removeprefix("--"): info for info in FIELDS for flag in spellings(info)}
     here: dict[str, RawValue] = {}
     shorthands = []
-    for item in _with_own_tokenizer(gathered, raw):
+    for item in map(_with_own_value, _with_own_tokenizer(gathered, raw)):
         name = item.flag_name
         if name in settings:
             _take_setting(gathered, here, settings[name], item)
@@ -302,7 +303,7 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
             _take_foreign(gathered, item)
     for name, item in here.items():
         gathered.put(name, parse_value(INFO[name], item))
-    for item in shorthands:
+    for item in sorted(shorthands, key=lambda item: bool(SHORTHANDS[item.flag_name].gives_way_to)):
         _take_shorthand(gathered, here, item)
     for item in here.values():
         implied = IMPLIED.get(item.flag_name)
@@ -328,6 +329,12 @@ def _with_own_tokenizer(gathered: _Gathered, raw: Sequence[RawValue]) -> list[Ra
             continue
         items.append(item)
     return items
+
+
+def _with_own_value(item: RawValue) -> RawValue:
+    """Return a setting's value with megazero's name of it."""
+    own = OTHER_VALUES.get(item.name, {}).get(_only_word(item))
+    return item if own is None else replace(item, value=own)
 
 
 def _imply_tokenizer(gathered: _Gathered) -> None:

@@ -21,11 +21,34 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 def ffn_hidden_size(model: ModelConfig) -> int:
     """Return the inner width of the feed-forward layer, in elements."""
-    return 4 * model.hidden_size if model.ffn_hidden_size is None else model.ffn_hidden_size
+    if model.ffn_hidden_size is not None:
+        return model.ffn_hidden_size
+    # Three matrices of this width are as large as two of 4 h; Megatron-LM rounds it in this way.
+    return int(4 * model.hidden_size * 2 / 3) // 64 * 64 if model.swiglu else 4 * model.hidden_size
+
+
+def head_width(model: ModelConfig) -> int:
+    """Return the width of an attention head, in elements."""
+    return model.hidden_size // model.num_attention_heads if model.kv_channels is None else model.kv_channels
+
+
+def num_key_value_heads(model: ModelConfig) -> int:
+    """Return the number of heads of keys and of values in a block."""
+    return model.num_query_groups if model.group_query_attention else model.num_attention_heads
+
+
+def has_qkv_bias(model: ModelConfig) -> bool:
+    """Return True if queries, keys and values have biases."""
+    return model.add_qkv_bias or not model.disable_bias_linear
+
+
+def rotary_width(model: ModelConfig) -> int:
+    """Return the number of a head's elements that rotary positions turn."""
+    return int(head_width(model) * model.rotary_percent)
 
 
 def max_position_embeddings(model: ModelConfig) -> int:
-    """Return the number of rows of the position table."""
+    """Return the length of the longest sequence that the model takes, in tokens; the rows of a position table."""
     return model.seq_length if model.max_position_embeddings is None else model.max_position_embeddings
 
 
@@ -40,12 +63,26 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
 
     vocab_size: ids before padding.
     """
-    hidden, inner = model.hidden_size, ffn_hidden_size(model)
-    attention = 4 * hidden * hidden + 4 * hidden
-    feed_forward = 2 * hidden * inner + inner + hidden
-    norms = 2 * hidden
-    tables = vocab_size * (2 if model.untie_embeddings_and_output_weights else 1) + max_position_embeddings(model)
-    return model.num_layers * (attention + feed_forward + 2 * norms) + tables * hidden + norms
+    hidden, inner, width = model.hidden_size, ffn_hidden_size(model), head_width(model)
+    per_norm = 1 if model.normalization == "RMSNorm" else 2
+    qkv = (model.num_attention_heads + 2 * num_key_value_heads(model)) * width
+    block = block_matrices(model) + 2 * per_norm * hidden
+    if has_qkv_bias(model):
+        block += qkv
+    if not model.disable_bias_linear:
+        block += hidden + inner * (1 + model.swiglu) + hidden
+    if model.qk_layernorm:
+        block += 2 * per_norm * width
+    tables = vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    if model.position_embedding_type == "learned_absolute":
+        tables += max_position_embeddings(model)
+    return model.num_layers * block + tables * hidden + (1 + model.embed_layernorm) * per_norm * hidden
+
+
+def block_matrices(model: ModelConfig) -> int:
+    """Return the number of elements of a block's matrices."""
+    heads = 2 * model.num_attention_heads + 2 * num_key_value_heads(model)
+    return model.hidden_size * (heads * head_width(model) + (2 + model.swiglu) * ffn_hidden_size(model))
 
 
 def model_parallel_size(config: RunConfig) -> int:

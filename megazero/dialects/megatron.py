@@ -46,12 +46,17 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "no-pin-cpu-params": Shorthand("offload_pin_memory", "false"),
         "cpu-optimizer": Shorthand("offload_optimizer", "cpu"),
         "grad-reduce-in-bf16": Shorthand("accumulate_allreduce_grads_in_fp32", "false"),
+        "use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
+        "no-position-embedding": Shorthand("position_embedding_type", "none", gives_way_to=("rope", "alibi")),
     }
 )
 
 # {spelling of a setting: what it also sets, unless a flag or a file sets that}
 IMPLIED: Mapping[str, Shorthand] = MappingProxyType(
-    {"activations-checkpoint-method": Shorthand("recompute_granularity", "full")}
+    {
+        "activations-checkpoint-method": Shorthand("recompute_granularity", "full"),
+        "num-key-value-heads": Shorthand("group_query_attention", "true"),
+    }
 )
 
 # Settings of megazero that published launch scripts give by these flags even where they have no effect, neither in
@@ -67,10 +72,19 @@ _PUBLISHED = (
     " recompute-method recompute-num-layers save-interval sequence-parallel sgd-momentum split"
     " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size timing-log-option tokenizer-model"
     " use-checkpoint-lr-scheduler use-checkpoint-opt-param-scheduler vocab-file weight-decay record-memory-history"
-    " memory-snapshot-path wandb-exp-name wandb-entity wandb-save-dir"
+    " memory-snapshot-path wandb-exp-name wandb-entity wandb-save-dir num-query-groups rotary-base rotary-percent"
+    " rotary-position-embeddings-theta rotary-seq-len-interpolation-factor"
 )
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
+
+# {setting: {other name of one of its values: megazero's}}
+OTHER_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "position_embedding_type": MappingProxyType({"rotary": "rope", "absolute": "learned_absolute"}),
+        "normalization": MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}),
+    }
+)
 
 # {other name of a type of tokenizer: megazero's}
 TOKENIZERS: Mapping[str, str] = MappingProxyType(
@@ -101,8 +115,6 @@ _NO_EXPERTS = "there are no experts: every token goes through the one feed-forwa
 
 FIXED: Mapping[str, Fixed] = MappingProxyType(
     {
-        "normalization": Fixed(("LayerNorm",), "GPT-2 normalises with layer norms"),
-        "position-embedding-type": Fixed(("learned_absolute",), "GPT-2 has learned absolute positions"),
         "data-impl": Fixed(("mmap", "infer"), "corpora are .bin/.idx pairs"),
         "dataloader-type": Fixed(("single",), "sample k of the run is a function of the seed and k, in one order"),
         "recompute-modules": Fixed(("core_attn",), "selective recomputation is that of the attention core"),
@@ -149,12 +161,6 @@ def _padding(config: RunConfig, rows: int) -> str:
     return f"--make-vocab-size-divisible-by {rows // degree}"
 
 
-def _head_width(config: RunConfig, width: int) -> str:
-    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
-    fewer = f"--num-attention-heads {hidden // width}, " if width and hidden % width == 0 else ""
-    return f"{fewer}--hidden-size {width * heads}" if width else f"--kv-channels {hidden // heads}"
-
-
 def _chunk_length(config: RunConfig, chunks: int) -> str:
     layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     if chunks < 1 or layers % (stages * chunks):
@@ -162,22 +168,10 @@ def _chunk_length(config: RunConfig, chunks: int) -> str:
     return f"--num-layers-per-virtual-pipeline-stage {layers // (stages * chunks)}"
 
 
-_GROUPS = Following(
-    lambda config: config.model.num_attention_heads,
-    "every attention head has keys and values of its own",
-    lambda config, _: f"as many as --num-attention-heads {config.model.num_attention_heads}",
-)
 _VIRTUAL = Following(derived.num_virtual_chunks, _CHUNKS, _chunk_length)
 
 FOLLOWING: Mapping[str, Following] = MappingProxyType(
     {
-        "kv-channels": Following(
-            lambda config: config.model.hidden_size // config.model.num_attention_heads,
-            "a head's width is hidden_size / num_attention_heads",
-            _head_width,
-        ),
-        "num-query-groups": _GROUPS,
-        "num-key-value-heads": _GROUPS,
         "pad-vocab-size-to": Following(_padded_to, "padding follows --make-vocab-size-divisible-by alone", _padding),
         "virtual-pipeline-model-parallel-size": _VIRTUAL,
         "num-virtual-stages-per-pipeline-rank": _VIRTUAL,
@@ -294,12 +288,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             " multiplied again",
             "apply-query-key-layer-scaling no-query-key-layer-scaling",
         ),
-        ("it is the model's activation, GELU with tanh", "openai-gelu"),
-        (
-            "there are no rotary embeddings that it would shape; --use-rotary-position-embeddings is refused",
-            "rotary-percent rotary-base rotary-position-embeddings-theta rotary-interleaved"
-            " rotary-seq-len-interpolation-factor",
-        ),
+        ("GELU is the one with tanh", "openai-gelu"),
         (
             "it shapes experts, and there are none",
             "moe-expert-parallel-size moe-loss-coeff moe-train-capacity-factor moe-eval-capacity-factor"
@@ -334,7 +323,9 @@ ACCEPTED: Mapping[str, str] = _rows(
     )
 )
 
-_MODEL = "the model is GPT-2: pre-LN, learned positions, tanh GELU, biases, one attention width"
+_MODEL = (
+    "the model has what --normalization, --swiglu, --squared-relu and --position-embedding-type choose, and no more"
+)
 _CORPUS = "corpora are named by --data-path and --split, or by --train-data-path, --valid-data-path, --test-data-path"
 _SPLIT = "layers are shared out by what embedding and head cost, or as --pipeline-split says"
 _RESUMED = "a finished run, started again with --load, only evaluates"
@@ -343,10 +334,10 @@ REFUSED: Mapping[str, str] = _rows(
     (
         (
             _MODEL,
-            "disable-bias-linear swiglu squared-relu use-rotary-position-embeddings apply-layernorm-1p"
-            " group-query-attention embed-layernorm no-position-embedding add-qkv-bias qk-layernorm glu-activation"
+            "apply-layernorm-1p apply-residual-connection-post-layernorm glu-activation"
             " mup mup-input-mult mup-attn-mult mup-output-mult",
         ),
+        ("rotary positions turn pairs of elements that are half of the rotated width apart", "rotary-interleaved"),
         (
             "of activations only the checkpoints of full recomputation go to host memory; give --checkpoint-in-cpu",
             "cpu-offloading cpu-offloading-num-layers fine-grained-activation-offloading offload-modules",
@@ -432,6 +423,7 @@ INSTEAD: Mapping[str, str] = _rows(
             " standalone-embedding-stage",
         ),
         ("--distributed-backend NAME", "pipeline-model-parallel-comm-backend"),
+        ("--swiglu", "glu-activation"),
         ("--config DIR/config.yaml", "use-checkpoint-args"),
         ("--load DIR --finetune", "reset-iteration no-load-lr-state"),
         ("--data-path $(cat FILE)", "data-args-path"),

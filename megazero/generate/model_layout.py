@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megazero.config.derived import ffn_hidden_size, max_position_embeddings, padded_vocab_size
+from megazero.config.derived import block_matrices, ffn_hidden_size, max_position_embeddings, padded_vocab_size
 from megazero.config.model import ModelConfig
 from megazero.config.nearest import flags, near_divisors
 from megazero.errors import Problem, TopologyError, raise_problems
@@ -46,11 +46,12 @@ def choose_layout(model: ModelConfig, *, tp: int, pp: int, nodes: Nodes, across_
 def stage_chunks(model: ModelConfig, vocab_size: int, *, stage: int, layout: Topology) -> tuple[Chunk, ...]:
     """Return a pipeline stage's one chunk, cut so that the largest chunk (by matrices) is as small as can be."""
     hidden, rows = model.hidden_size, padded_rows(vocab_size, layout)
+    positions = max_position_embeddings(model) if model.position_embedding_type == "learned_absolute" else 0
     split = balanced_split(
         model.num_layers,
         layout.pp,
-        layer_cost=hidden * (4 * hidden + 2 * ffn_hidden_size(model)),
-        embedding_cost=hidden * (rows + max_position_embeddings(model)),
+        layer_cost=block_matrices(model),
+        embedding_cost=hidden * (rows + positions),
         head_cost=hidden * rows,
     )
     return chunks_of(cut(split), stage=stage, num_stages=layout.pp)

@@ -22,7 +22,6 @@ from megazero.errors import CheckpointError, Problem
 from megazero.generate.model_layout import padded_rows, stage_chunks
 from megazero.generate.sampling import Sampling, next_tokens
 from megazero.model.gpt import GPT
-from megazero.model.sequences import Sequences
 from megazero.parallel.param_spec import StateFragment, named_specs
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
@@ -112,7 +111,7 @@ class Session:
     def _run_layers(self, window: Tensor) -> Tensor | None:
         """Run this rank's layers, in its turn, on window [b, s]; return [n, h], or None before the last stage."""
         model, chunk, stage = self.model, self.model.chunks[0], self._mesh.coordinate("pp")
-        sequences = Sequences(window.shape[1])
+        sequences = model.sequences(window.shape[1])
         if chunk.is_first:
             x = model.embed(window, sequences)
         else:

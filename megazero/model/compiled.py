@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from megazero.errors import ConfigError, Problem
-from megazero.model.gpt import GPT, TransformerBlock
+from megazero.model.block import TransformerBlock
+from megazero.model.gpt import GPT
 from megazero.rules.run import compiled_under_ledger
-from megazero.tensor_parallel.activation import FusedGelu
+from megazero.tensor_parallel.activation import FusedActivation
 from megazero.tensor_parallel.compiler import compiled
 from megazero.tensor_parallel.cross_entropy import FusedSoftmax
 
@@ -35,11 +36,11 @@ def compile_blocks(model: GPT, *, as_a_whole: bool, searches: bool = False) -> s
     blocks = [block for block in model.layers.values() if isinstance(block, TransformerBlock)]
     if hasattr(model, "head"):
         model.head.softmax = FusedSoftmax(searches=searches)
-    gelu = FusedGelu(searches=searches)
+    fused = next((FusedActivation(block.mlp.activation, searches=searches) for block in blocks), None)
     groups = list(model.groups.values())
     parts = [(module, "forward") for module in groups or blocks] if as_a_whole else []
     for block in blocks:
-        block.mlp.fused = None if as_a_whole else gelu
+        block.mlp.fused = None if as_a_whole else fused
         parts += [] if as_a_whole else _between_borders(block)
     for module, method in parts:
         setattr(module, method, compiled(getattr(module, method), searches=searches))
@@ -53,12 +54,15 @@ def parameters_of_parts(model: GPT) -> Iterator[nn.Parameter]:
     for block in model.layers.values():
         if isinstance(block, TransformerBlock) and block.adds_without_effects:
             yield from block.post_attention_norm.parameters()
-            yield from (block.attention.projection.bias, block.mlp.down.bias)
+            biases = (block.attention.projection.bias, block.mlp.down.bias)
+            yield from (bias for bias in biases if bias is not None)
+        if isinstance(block, TransformerBlock) and block.attention.is_compilable:
+            yield from block.attention.parameters_of_core()
 
 
 def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]:
     """Yield the methods that only compute, without those that draw random numbers from a state of their own."""
-    if not block.attention.draws:
+    if block.attention.is_compilable:
         yield block.attention, "core"
     if block.adds_without_effects:
         block.leave_biases()  # as compiled code their addition is no pass of its own

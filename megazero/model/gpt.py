@@ -1,39 +1,31 @@
-"""GPT-2 in plain modules: pre-LN blocks, learned positions, tanh GELU, biases, a head tied to the embedding.
+"""A decoder of pre-norm blocks in plain modules: GPT-2, Llama, BLOOM and others, which differ by settings alone.
 
 Shapes, in comments: b = micro-batch, s = sequence, n = b s tokens in rows, or n = b s / t of them where the sequence is
-split, h = hidden, a = heads, d = head_dim = h / a, f = feed-forward width, V = vocabulary, Vp = padded vocabulary,
-t = tensor-parallel degree.
+split, h = hidden, V = vocabulary, Vp = padded vocabulary, t = tensor-parallel degree.
 
 Nothing here communicates: the layers of `tensor_parallel/` do, at the borders of a block's two sharded regions
 (attention and feed-forward).  A *unit* is a group of parameters that is used at one place and time, by which ZeRO lays
 out, reduces and gathers.  Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 3.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.activations.recompute import Recomputation
 from megazero.activations.recompute_plan import NO_RECOMPUTATION, ActivationPlan, Segment
-from megazero.config.derived import ffn_hidden_size, max_position_embeddings
+from megazero.config.derived import max_position_embeddings
 from megazero.config.model import ModelConfig
+from megazero.model.block import TransformerBlock
+from megazero.model.norms import Norm
+from megazero.model.positions import Positions
 from megazero.model.sequences import Sequences
 from megazero.parallel.layer_split import Chunk, whole_model
-from megazero.parallel.param_spec import Init, Unit, mark_block, share_between_ends
-from megazero.tensor_parallel.activation import FusedGelu, gelu
+from megazero.parallel.param_spec import Init, Unit, share_between_ends
 from megazero.tensor_parallel.head_loss import Targets
-from megazero.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    TensorParallel,
-    replicated_parameter,
-)
+from megazero.tensor_parallel.layers import TensorParallel, replicated_parameter
 from megazero.tensor_parallel.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
 
 M = TypeVar("M", bound=nn.Module)
@@ -70,6 +62,7 @@ class GPT(nn.Module):
         self._hidden_size = config.hidden_size
         self._tp = tp
         self.max_positions = max_position_embeddings(config)
+        self._positions = Positions(config, tp)
         self.chunks = whole_model(config.num_layers) if chunks is None else tuple(chunks)
         self._logits_chunk_bytes = activations.logits_chunk_bytes
         self._recomputation = activations.recomputation
@@ -86,7 +79,7 @@ class GPT(nn.Module):
         )
         self.groups = nn.ModuleDict(dict(self._grouped_layers()) if group_layers > 1 else {})
         if is_last:
-            self.final_norm = LayerNorm(config, tp)
+            self.final_norm = Norm(config, tp)
             self.head = TiedHead(tp) if is_tied else _vocabulary_matrix(VocabParallelHead, config, tp, sizes)
         if is_last and is_tied and not is_first:
             self.embedding = EmbeddingCopy(config, tp, sizes)
@@ -99,7 +92,7 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Map tokens [b, s] to the head's input, [b, s, h]; for a model that is not cut in any way."""
-        sequences = Sequences(tokens.shape[1])
+        sequences = self.sequences(tokens.shape[1])
         x = self.through(0, self.embed(tokens, sequences), sequences)
         normed: Tensor = self.final_norm(x)
         return normed.view(*tokens.shape, -1)
@@ -113,6 +106,10 @@ class GPT(nn.Module):
         """Return the shape of this rank's activations of so many tokens between layers: [n, h]."""
         rows = self._tp.local_rows(num_tokens)
         return rows.stop - rows.start, self._hidden_size
+
+    def sequences(self, length: int, *, positions: Tensor | None = None, documents: Tensor | None = None) -> Sequences:
+        """Return a micro-batch's rows of `length` tokens, for its embedding and its layers (`Positions.sequences`)."""
+        return self._positions.sequences(length, positions=positions, documents=documents)
 
     def embed(self, tokens: Tensor, sequences: Sequences) -> Tensor:
         """Embed tokens [b, s] as the first chunk's input, [n, h]."""
@@ -177,7 +174,7 @@ class GPT(nn.Module):
         sequences: Sequences | None = None,
     ) -> Tensor:
         """Return the loss of tokens [b, s], for a model that is not cut into chunks.  sequences: plain rows if None."""
-        sequences = sequences or Sequences(tokens.shape[1])
+        sequences = sequences or self.sequences(tokens.shape[1])
         return self.loss(self.through(0, self.embed(tokens, sequences), sequences), labels, loss_mask)
 
     def _head_matrix(self) -> tuple[Tensor, ...]:
@@ -188,7 +185,7 @@ class GPT(nn.Module):
         """Return every parameter once, in the order of use; the word embedding, which two modules use, is alone."""
         found = []
         for part, chunk in enumerate(self.chunks):
-            names = ["embedding.word", "embedding.position"] if chunk.is_first else []
+            names = [f"embedding.{name}" for name, _ in self.embedding.named_children()] if chunk.is_first else []
             names += [f"layers.{index}" for index in chunk.layers]
             if chunk.is_last:
                 names += ["final_norm"] if isinstance(self.head, TiedHead) else ["final_norm", "head"]
@@ -232,17 +229,26 @@ def _vocabulary_matrix(kind: Callable[..., M], config: ModelConfig, tp: TensorPa
 
 
 class Embedding(nn.Module):
-    """The sum of word and position vectors, then dropout; ids [b, s] to [n, h]."""
+    """Word vectors, with learned position vectors and a norm where the model has them, then dropout.
+
+    It maps ids [b, s] to [n, h].
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> None:
         super().__init__()
         self.word = _vocabulary_matrix(VocabParallelEmbedding, config, tp, sizes)
-        self.position = PositionEmbedding(config, tp)
+        learned = config.position_embedding_type == "learned_absolute"
+        self.position = PositionEmbedding(config, tp) if learned else None
+        self.norm = Norm(config, tp) if config.embed_layernorm else None
         self._dropout = config.hidden_dropout
         self._tp = tp
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        x = self.position(self.word(tokens.flatten()), tokens.shape, positions)  # [n, h]
+        x = self.word(tokens.flatten())  # [n, h]
+        if self.position is not None:
+            x = self.position(x, tokens.shape, positions)
+        if self.norm is not None:
+            x = self.norm(x)
         return self._tp.residual_dropout(x, self._dropout, self.training)
 
 
@@ -277,61 +283,6 @@ class PositionEmbedding(nn.Module):
         return x + F.embedding(torch.arange(rows.start, rows.stop, device=x.device) % length, weight)
 
 
-class LayerNorm(nn.Module):
-    """A layer norm over h, whose weight and bias are left uninitialised."""
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        super().__init__()
-        self._epsilon = config.norm_epsilon
-        self._tp = tp
-        self.weight = replicated_parameter(tp, (config.hidden_size,), init=Init("ones"), decay=False)
-        self.bias = replicated_parameter(tp, (config.hidden_size,), init=Init("zeros"), decay=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self._tp.use(self.weight), self._tp.use(self.bias)
-        return F.layer_norm(x, weight.shape, weight, bias, self._epsilon)
-
-
-class TransformerBlock(nn.Module):
-    """A pre-LN block: x + attention(norm(x)), then x + mlp(norm(x)); [n, h] to [n, h]."""
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel, core_recomputation: Recomputation | None) -> None:
-        super().__init__()
-        self.input_norm = LayerNorm(config, tp)
-        self.attention = SelfAttention(config, tp, core_recomputation)
-        self.post_attention_norm = LayerNorm(config, tp)
-        self.mlp = FeedForward(config, tp)
-        self._dropout = config.hidden_dropout
-        self._tp = tp
-        if tp.within_compiled:
-            mark_block(self)
-
-    @property
-    def adds_without_effects(self) -> bool:
-        """True if `between`, `add` and their backward change no state, so that they can be compiled."""
-        draws = self._dropout > 0 and self._tp.border.splits_sequence
-        return self._tp.deferred is None and not draws
-
-    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        x, normed = self.between(x, self.attention(self.input_norm(x), sequences))
-        return self.add(x, self.mlp(normed), self.mlp.down.left_bias)
-
-    def leave_biases(self) -> None:
-        """Have `between` and `add` add the biases that come after the collectives of several ranks."""
-        for layer in (self.attention.projection, self.mlp.down):
-            layer.leaves_bias = self._tp.communicator.size > 1
-
-    def between(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the output of attention; return the sum, and the input of the feed-forward layers."""
-        x = self.add(x, y, self.attention.projection.left_bias)
-        return x, self.post_attention_norm(x)
-
-    def add(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x + dropout(y + bias)."""
-        y = y if bias is None else y + bias
-        return x + self._tp.residual_dropout(y, self._dropout, self.training)
-
-
 class BlockGroup(nn.Module):
     """Consecutive blocks that run one after the other as one module, [n, h] to [n, h]; the model owns them."""
 
@@ -344,86 +295,3 @@ class BlockGroup(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         return _through(self._blocks, x, sequences)
-
-
-class SelfAttention(nn.Module):
-    """A layer of causal self-attention, within documents where `sequences` has a mask.
-
-    A rank has a/t heads, from its part of the fused query, key and value matrix.
-
-    core_recomputation: recomputes `core`; None where it is not recomputed on its own.
-    """
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel, core_recomputation: Recomputation | None) -> None:
-        super().__init__()
-        self._recomputation = core_recomputation
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        self._head_dim = hidden // heads
-        self._dropout = config.attention_dropout
-        self._random = tp.random
-        self.qkv = ColumnParallelLinear(
-            tp,
-            logical_shape=(3, heads, self._head_dim, hidden),
-            split_dim=1,
-            init=Init("normal", config.init_method_std),
-        )
-        self.projection = RowParallelLinear(tp, logical_shape=(hidden, hidden), init=_output_init(config))
-
-    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        qkv = self.qkv(x)  # of all tokens, also where the sequence is split: [b s, 3 h/t]
-        attend = self.core if self._recomputation is None else partial(self._recomputation.run, self.core)
-        y: Tensor = self.projection(attend(qkv, sequences))
-        return y
-
-    @property
-    def draws(self) -> bool:
-        """True if `core` draws random numbers, which come from the random state of sharded regions."""
-        return self._dropout > 0
-
-    def core(self, qkv: Tensor, sequences: Sequences) -> Tensor:
-        """Compute attention between the two linear layers: [b s, 3 h/t] to [b s, h/t]."""
-        heads = qkv.shape[-1] // (3 * self._head_dim)
-        packed = qkv.view(-1, sequences.length, 3, heads, self._head_dim)
-        # Cut along the dim of three before anything is transposed: torch's kernels return gradients laid out as
-        # [b, s, a/t, d], and one copy of them into [b, s, 3, a/t, d] is then the gradient of qkv.  No kernel of torch's
-        # but the memory-efficient one can write them there itself.
-        query, key, value = (part.transpose(1, 2) for part in packed.unbind(2))  # each [b, a/t, s, d]
-        dropout = self._dropout if self.training else 0.0
-        with self._dropout_region(dropout):
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=sequences.mask, dropout_p=dropout, is_causal=sequences.mask is None
-            )
-        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
-
-    def _dropout_region(self, dropout: float) -> AbstractContextManager[None]:
-        """Enter the random state of sharded regions: each rank has other heads, so it needs other dropout masks."""
-        is_drawn = dropout > 0 and not torch.compiler.is_compiling()  # compiled code draws from the current state
-        return self._random.sharded() if is_drawn else nullcontext()
-
-
-class FeedForward(nn.Module):
-    """The feed-forward layers, down(gelu(up(x))), with f/t of the inner elements on each rank.
-
-    fused: the compiled GELU; None where it is an operation by itself, or compiled with its block.
-    """
-
-    fused: FusedGelu | None = None
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        inner = ffn_hidden_size(config)
-        init = Init("normal", config.init_method_std)
-        self.up = ColumnParallelLinear(tp, logical_shape=(inner, hidden), split_dim=0, init=init)
-        self.down = RowParallelLinear(tp, logical_shape=(hidden, inner), init=_output_init(config))
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.up(x)
-        y: Tensor = self.down(gelu(inner)) if self.fused is None else self.down(inner, self.fused)
-        return y
-
-
-def _output_init(config: ModelConfig) -> Init:
-    """Return the initialisation of the two matrices that write into the residual stream."""
-    # Smaller than the others, so that the residual stream's variance stays near 1.
-    return Init("normal", config.init_method_std / math.sqrt(2.0 * config.num_layers))

@@ -12,10 +12,17 @@ b = micro-batch, s = sequence.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of the angles of r rotated elements, each [b, s, r / 2], or [s, r / 2] for all rows."""
+
+    cosine: Tensor
+    sine: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,21 +30,15 @@ class Sequences:
     """The rows of a micro-batch, `length` tokens each; one object that all layers and their recomputation share.
 
     positions: int64 [b, s], the number of every token's position; None: 0 to s - 1 in every row.
-    mask: [b, 1, s, s], added to the scores of attention: 0 where the token of a row attends to that of a
-    column, -inf elsewhere; None: it attends to itself and all before it.
+    mask: [b, 1, s, s], or [1 or b, a/t, s, s] with a bias of every head (ALiBi), added to the scores of attention: -inf
+    where the token of a row doesn't attend to that of a column; None: it attends to itself and all before it.
+    rotation: that of queries and keys, None if they aren't rotated.
     """
 
     length: int
     positions: Tensor | None = None
     mask: Tensor | None = None
-
-    @classmethod
-    def of(cls, length: int, *, positions: Tensor | None, documents: Tensor | None, dtype: torch.dtype) -> Self:
-        """Make rows whose tokens attend within their document; documents: [b, s], None: to all before them in the row.
-
-        dtype: that of activations.
-        """
-        return cls(length, positions, None if documents is None else document_mask(documents, dtype))
+    rotation: Rotation | None = None
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:

@@ -53,15 +53,15 @@ class Costs(NamedTuple):
     head: int
 
 
-def model_costs(*, hidden: int, ffn: int, seq: int, padded_vocab: int) -> Costs:
-    """Return the costs of a GPT with h = hidden, f = ffn, s = seq, V = padded_vocab.
+def model_costs(*, hidden: int, matrices: int, heads_width: int, seq: int, padded_vocab: int) -> Costs:
+    """Return the costs of a model with h = hidden, a d = heads_width, s = seq, V = padded_vocab.
 
-    layer:      4 h^2 + 2 h f of its matrices, s h of its attention: scores and their sum over values take 2 s h, and
-                the causal mask leaves half
+    layer:      the elements of its matrices (GPT-2: 4 h^2 + 2 h f), and s a d of its attention: scores and their sum
+                over values take 2 s a d, and the causal mask leaves half
     embedding:  2 h, two vectors that are read and summed; no product, but about as long
     head:       h V
     """
-    return Costs(4 * hidden**2 + 2 * hidden * ffn + seq * hidden, 2 * hidden, hidden * padded_vocab)
+    return Costs(matrices + seq * heads_width, 2 * hidden, hidden * padded_vocab)
 
 
 def balanced_split(

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megazero.config import derived
 from megazero.config.model import ModelConfig
 from megazero.report.part_times import PartTimes
 from megazero.units import format_bytes
@@ -145,15 +146,13 @@ class StepPicture(NamedTuple):
 
 def matmul_parameters(config: ModelConfig, *, vocab_size: int) -> int:
     """Return the number of weights that take part in matrix products; vocab_size is that of the unpadded vocabulary."""
-    hidden = config.hidden_size
-    feed_forward = config.ffn_hidden_size or 4 * hidden
-    block = 4 * hidden * hidden + 2 * hidden * feed_forward
-    return config.num_layers * block + vocab_size * hidden
+    return config.num_layers * derived.block_matrices(config) + vocab_size * config.hidden_size
 
 
 def flops_per_token(config: ModelConfig, *, vocab_size: int) -> int:
-    """Return the model FLOPs of one token's forward and backward: 6 Psi + 12 L s h."""
-    attention = 12 * config.num_layers * config.seq_length * config.hidden_size
+    """Return the model FLOPs of one token's forward and backward: 6 Psi + 12 L s a d."""
+    heads_width = config.num_attention_heads * derived.head_width(config)
+    attention = 12 * config.num_layers * config.seq_length * heads_width
     return 6 * matmul_parameters(config, vocab_size=vocab_size) + attention
 
 

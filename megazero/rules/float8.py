@@ -73,13 +73,18 @@ def micro_batch_fits_products(config: RunConfig, world_size: int) -> Iterator[Pr
 
 def a_layer_fits_products(config: RunConfig, world_size: int) -> Iterator[Problem]:
     hidden, degree = config.model.hidden_size, config.parallel.tensor_model_parallel_size
-    is_cut = hidden % degree == 0 and derived.ffn_hidden_size(config.model) % degree == 0
+    heads = config.model.num_attention_heads
+    is_cut = (
+        heads % degree == 0
+        and heads % derived.num_key_value_heads(config.model) == 0
+        and derived.ffn_hidden_size(config.model) % degree == 0
+    )
     if config.precision.fp8_format is None or not is_cut:
         return
     layers = _layers(config)
     if not any(layer.fits for layer in layers):
         sizes = ", ".join(f"{layer.name} has {layer.inputs} to {layer.outputs}" for layer in layers)
-        step = math.lcm(MULTIPLE * degree, config.model.num_attention_heads)
+        step = math.lcm(MULTIPLE * degree, heads)
         yield Problem(
             f"{_flag(config)} with --hidden-size {hidden} --tensor-model-parallel-size {degree}",
             f"8-bit products are of multiples of {MULTIPLE} inputs and outputs, and on a process {sizes}",
@@ -99,11 +104,19 @@ def _tokens(config: RunConfig) -> int:
 def _layers(config: RunConfig) -> tuple[_Layer, ...]:
     """Return the linear layers of a block, with their names in `model/gpt.py`."""
     degree, hidden = config.parallel.tensor_model_parallel_size, config.model.hidden_size
-    width, inner = hidden // degree, derived.ffn_hidden_size(config.model) // degree
+    heads, groups = config.model.num_attention_heads, derived.num_key_value_heads(config.model)
+    head, inner = derived.head_width(config.model), derived.ffn_hidden_size(config.model) // degree
+    width = heads * head // degree
+    if groups == heads:
+        projected = [_Layer("qkv", hidden, 3 * width)]
+    else:
+        projected = [_Layer("query", hidden, width)]
+        # With fewer groups than processes the product is never of 8-bit numbers (`ReplicatedKeyValueLinear`).
+        projected += [_Layer("key_value", hidden, 2 * groups * head // degree)] if groups % degree == 0 else []
     return (
-        _Layer("qkv", hidden, 3 * width),
+        *projected,
         _Layer("projection", width, hidden),
-        _Layer("up", hidden, inner),
+        _Layer("up", hidden, (1 + config.model.swiglu) * inner),
         _Layer("down", inner, hidden),
     )
 

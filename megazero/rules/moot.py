@@ -615,6 +615,35 @@ def _momentum_is_cycled(config: RunConfig) -> str:
 
 RUN: tuple[Row[RunConfig], ...] = (
     Row(
+        ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
+        lambda c: "" if c.model.position_embedding_type == "rope" else "there are no rotary positions",
+        {"position_embedding_type": "rope"},
+    ),
+    Row(
+        ("rope_scaling_factor",),
+        lambda c: "" if c.model.use_rope_scaling else "no wavelengths of rotary positions are stretched",
+        {"use_rope_scaling": True},
+    ),
+    Row(
+        ("num_query_groups",),
+        lambda c: "" if c.model.group_query_attention else "every attention head has keys and values of its own",
+        {"group_query_attention": True},
+    ),
+    Row(
+        ("add_qkv_bias",),
+        lambda c: "" if c.model.disable_bias_linear else "all linear layers have biases",
+        {"disable_bias_linear": True},
+    ),
+    Row(
+        ("reset_position_ids",),
+        lambda c: (
+            "the model has no positions that would begin anew"
+            if c.model.position_embedding_type in ("alibi", "none")
+            else ""
+        ),
+        {"position_embedding_type": "rope"},
+    ),
+    Row(
         ("eval_interval", "eval_at_start", "log_validation_ppl_to_tensorboard", "eval_sample_tokens"),
         lambda c: "" if c.training.eval_iters else "--eval-iters 0 evaluates nothing",
         {"eval_iters": 100},

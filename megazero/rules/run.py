@@ -80,7 +80,7 @@ def _try(rule: Rule, config: RunConfig, world_size: int) -> tuple[Problem, ...]:
 
 def heads_divide_hidden_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
     hidden, heads = config.model.hidden_size, config.model.num_attention_heads
-    if hidden % heads:
+    if config.model.kv_channels is None and hidden % heads:
         yield Problem(
             f"--hidden-size {hidden} --num-attention-heads {heads}",
             "every head has the same width: num_attention_heads divides hidden_size",
@@ -88,6 +88,52 @@ def heads_divide_hidden_size(config: RunConfig, world_size: int) -> Iterator[Pro
             + ", "
             + flags("--hidden-size", neighbours(hidden, heads)),
         )
+
+
+def groups_divide_heads(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    heads, groups = config.model.num_attention_heads, derived.num_key_value_heads(config.model)
+    if heads % groups:
+        yield Problem(
+            f"--num-query-groups {groups} --num-attention-heads {heads}",
+            "every group has as many attention heads: num_query_groups divides num_attention_heads",
+            flags("--num-query-groups", near_divisors(heads, groups)),
+        )
+
+
+def groups_are_cut_evenly(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    groups, degree = derived.num_key_value_heads(config.model), config.parallel.tensor_model_parallel_size
+    heads = config.model.num_attention_heads
+    if heads % groups or heads % degree or groups % degree == 0 or degree % groups == 0:
+        return
+    fits = [
+        size
+        for size in range(1, heads + 1)
+        if _tensor_degrees(config, world_size, heads) % size == 0 and (groups % size == 0 or size % groups == 0)
+    ]
+    yield Problem(
+        f"{_TENSOR} {degree} --num-query-groups {groups}",
+        "a process has the keys and values of whole groups, or shares one group's with others:"
+        " tensor_model_parallel_size divides num_query_groups, or is a multiple of it",
+        flags(_TENSOR, sorted(sorted(fits, key=lambda size: abs(size - degree))[:2])),
+    )
+
+
+def rotary_width_is_even(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    width = derived.rotary_width(config.model)
+    if config.model.position_embedding_type == "rope" and (width % 2 or width == 0):
+        head = derived.head_width(config.model)
+        legal = [size for size in (width - width % 2, width + 1 + width % 2) if 0 < size <= head and size % 2 == 0]
+        yield Problem(
+            f"--position-embedding-type rope with {width} of a head's {head} elements rotated",
+            "rotary positions turn pairs of elements: their number, the head's width x rotary_percent, is even",
+            ", ".join([*(f"--rotary-percent {size / head:g}" for size in legal[:1]), "--kv-channels WIDTH"]),
+        )
+
+
+def there_is_one_activation(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.model.swiglu and config.model.squared_relu:
+        rule = "the feed-forward layer has one activation"
+        yield Problem("--swiglu --squared-relu", rule, "--swiglu, --squared-relu")
 
 
 def tensor_parallel_divides_heads(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -174,10 +220,12 @@ def backend_fits_device(config: RunConfig, world_size: int) -> Iterator[Problem]
 
 def flash_takes_no_mask(config: RunConfig, world_size: int) -> Iterator[Problem]:
     kernel = config.training.attention_backend
-    if config.data.reset_attention_mask and kernel in ("flash", "flash3"):
+    is_biased = config.model.position_embedding_type == "alibi"
+    if (config.data.reset_attention_mask or is_biased) and kernel in ("flash", "flash3"):
+        given = "--position-embedding-type alibi" if is_biased else "--reset-attention-mask"
         yield Problem(
-            f"--reset-attention-mask --attention-backend {kernel}",
-            "FlashAttention takes no mask: documents are kept apart by other kernels",
+            f"{given} --attention-backend {kernel}",
+            "FlashAttention takes no mask: other kernels keep documents apart and add ALiBi's bias",
             ", ".join(f"--attention-backend {name}" for name in ("auto", "fused", "efficient", "unfused")),
         )
 
@@ -541,6 +589,10 @@ def profile_has_steps(config: RunConfig, world_size: int) -> Iterator[Problem]:
 RULES: tuple[Rule, ...] = (
     profile_has_steps,
     heads_divide_hidden_size,
+    groups_divide_heads,
+    groups_are_cut_evenly,
+    rotary_width_is_even,
+    there_is_one_activation,
     tensor_parallel_divides_heads,
     tensor_parallel_divides_ffn,
     positions_cover_sequence,

@@ -33,7 +33,7 @@ from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.parallel.gradient_slot import GetGradientSlot, gradient_slot_of
 from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
-from megazero.tensor_parallel.activation import FusedGelu
+from megazero.tensor_parallel.activation import FusedActivation
 from megazero.tensor_parallel.deferred import DeferredGradients, MakeGradient
 from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.random import RandomRegions
@@ -142,16 +142,59 @@ class ColumnParallelLinear(nn.Module):
     that is cut, and the output has this rank's part of all of them, flattened.  The bias is cut in the same way.
     """
 
-    def __init__(self, tp: TensorParallel, *, logical_shape: tuple[int, ...], split_dim: int, init: Init) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, tp: TensorParallel, *, logical_shape: tuple[int, ...], split_dim: int, init: Init, has_bias: bool = True
+    ) -> None:
         super().__init__()
         assert split_dim < len(logical_shape) - 1, "a column-parallel layer cuts outputs"
         self._tp = tp
         self.products = tp.products
         self.weight = sharded_parameter(tp, logical_shape, split_dim, init=init)
-        self.bias = sharded_parameter(tp, logical_shape[:-1], split_dim, init=Init("zeros"), flat=True)
+        outputs = logical_shape[:-1]
+        self.bias = sharded_parameter(tp, outputs, split_dim, init=Init("zeros"), flat=True) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return column_linear(self._tp, x, self.weight, self.bias, products=self.products)
+
+    def operands(self) -> "ColumnOperands":
+        """Return what `column_linears` needs of the layer."""
+        bias = None if self.bias is None else self._tp.use(self.bias)
+        return ColumnOperands(self._tp.use(self.weight), bias, self._tp.linear(self.weight, self.products))
+
+
+class ReplicatedKeyValueLinear(nn.Module):
+    """A layer of keys and values with fewer heads than ranks: [..., in] to [..., 2 d], those of this rank's queries.
+
+    Ranks share heads, so every rank holds all of them and uses one; the weight's gradient is summed over the ranks.
+    logical_shape is [2, heads, d, in].  Its product is never of 8-bit numbers.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, tp: TensorParallel, *, logical_shape: tuple[int, int, int, int], init: Init, has_bias: bool = True
+    ) -> None:
+        super().__init__()
+        heads, size = logical_shape[1], tp.communicator.size
+        assert size % heads == 0, f"{heads} heads of keys and values on {size} ranks"
+        self._tp = tp
+        self._shape = logical_shape
+        self._head = tp.communicator.rank // (size // heads)
+        self.weight = replicated_parameter(tp, logical_shape, init=init, decay=True, is_inside=True)
+        zeros = Init("zeros")
+        self.bias = (
+            replicated_parameter(tp, logical_shape[:-1], init=zeros, decay=False, is_inside=True, flat=True)
+            if has_bias
+            else None
+        )
+
+    def operands(self) -> "ColumnOperands":
+        """Return what `column_linears` needs of the layer."""
+        weight = self._tp.use(self.weight).view(self._shape)[:, self._head].flatten(0, 1)
+        bias = None if self.bias is None else self._tp.use(self.bias).view(self._shape[:-1])[:, self._head].flatten()
+        return ColumnOperands(weight, bias, LinearSettings(self._tp.border, self._tp.head_products, None, None))
 
 
 class RowParallelLinear(nn.Module):
@@ -165,21 +208,27 @@ class RowParallelLinear(nn.Module):
     leaves_bias: leave the addition of b, on several ranks, to the code that reads y; its gradients are not deferred.
     """
 
-    def __init__(self, tp: TensorParallel, *, logical_shape: tuple[int, int], init: Init) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, tp: TensorParallel, *, logical_shape: tuple[int, int], init: Init, has_bias: bool = True
+    ) -> None:
         super().__init__()
         self._tp = tp
         self.products = tp.products
         self.leaves_bias = False
         self.weight = sharded_parameter(tp, logical_shape, 1, init=init)
-        self.bias = replicated_parameter(tp, logical_shape[:1], init=Init("zeros"), decay=False)
+        zeros = Init("zeros")
+        self.bias = replicated_parameter(tp, logical_shape[:1], init=zeros, decay=False) if has_bias else None
 
     @property
     def left_bias(self) -> Tensor | None:
         """The bias that is still to be added to the output; None if there is nothing to add."""
         return self.bias if self.leaves_bias else None
 
-    def forward(self, x: Tensor, activation: FusedGelu | None = None) -> Tensor:
-        tp, weight, bias = self._tp, self._tp.use(self.weight), self._tp.use(self.bias)
+    def forward(self, x: Tensor, activation: FusedActivation | None = None) -> Tensor:
+        tp, weight = self._tp, self._tp.use(self.weight)
+        bias = None if self.bias is None else tp.use(self.bias)
         linear = tp.linear(self.weight, self.products)
         if tp.communicator.size == 1:  # one partial sum, to which the bias can be added at once
             if activation is not None:
@@ -192,10 +241,26 @@ class RowParallelLinear(nn.Module):
                 y = exit_region(_activated_linear(x, weight, None, alone, activation), tp.border)
             else:
                 y = exit_region(_column_linear(x, weight, None, alone), tp.border)
-            return y if self.leaves_bias else y + bias
+            return y if self.leaves_bias or bias is None else y + bias
         if activation is not None:
-            return _activated_linear(x, weight, None, linear, activation) + bias
-        return _deferred_row_linear(x, weight, linear) + bias
+            y = _activated_linear(x, weight, None, linear, activation)
+        else:
+            y = _deferred_row_linear(x, weight, linear)
+        return y if bias is None else y + bias
+
+
+class ColumnOperands(NamedTuple):
+    """A column-parallel layer's part on this rank: weight [out / t, in], bias [out / t], and its settings."""
+
+    weight: Tensor
+    bias: Tensor | None
+    linear: LinearSettings
+
+
+def column_linears(x: Tensor, layers: Sequence[ColumnOperands]) -> tuple[Tensor, ...]:
+    """Return the outputs of several column-parallel layers with one input, which is gathered and reduced once."""
+    operands = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+    return _column_linears(x, [layer.linear for layer in layers], *operands)
 
 
 def column_linear(
@@ -204,6 +269,10 @@ def column_linear(
     """Return x W^T + b as the entry of a region: x is gathered, its gradient is reduced."""
     used_bias = None if bias is None else tp.use(bias)
     return _column_linear(x, tp.use(weight), used_bias, tp.linear(weight, products))
+
+
+def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSettings) -> Tensor:
+    return _column_linears(x, [linear], weight, bias)[0]
 
 
 def sharded_parameter(
@@ -229,12 +298,33 @@ def sharded_parameter(
     return uninitialised_parameter(tp, shape, spec)
 
 
-def replicated_parameter(tp: TensorParallel, shape: Sequence[int], *, init: Init, decay: bool) -> nn.Parameter:
-    """Make a parameter that every tensor-parallel rank holds whole and uses outside of sharded regions."""
+def replicated_parameter(
+    tp: TensorParallel,
+    shape: Sequence[int],
+    *,
+    init: Init,
+    decay: bool,
+    is_inside: bool = False,
+    flat: bool = False,
+) -> nn.Parameter:
+    """Make a parameter that every tensor-parallel rank holds whole: [prod(*out), in], or one dim if flat.
+
+    is_inside: whether it is used inside of sharded regions, where each rank has a part of its gradient, as ranks have
+    where the sequence is split.
+    """
     whole = tuple(shape)
-    summed_over = ("tp",) if tp.border.splits_sequence else ()
-    spec = ParamSpec("", whole, whole, (0,) * len(whole), summed_over=summed_over, decay=decay, init=init)
-    return uninitialised_parameter(tp, whole, spec)
+    is_summed = is_inside and tp.communicator.size > 1
+    spec = ParamSpec(
+        "",
+        whole,
+        whole,
+        (0,) * len(whole),
+        summed_over=("tp",) if is_summed or tp.border.splits_sequence else (),
+        decay=decay,
+        init=init,
+    )
+    held = (math.prod(whole),) if flat or len(whole) == 1 else (math.prod(whole[:-1]), whole[-1])
+    return uninitialised_parameter(tp, held, spec)
 
 
 def uninitialised_parameter(tp: TensorParallel, shape: tuple[int, ...], spec: ParamSpec) -> nn.Parameter:
@@ -245,41 +335,63 @@ def uninitialised_parameter(tp: TensorParallel, shape: tuple[int, ...], spec: Pa
     return attach_spec(nn.Parameter(tensor), spec)
 
 
-class _ColumnLinear(torch.autograd.Function):
-    """A linear layer as the entry of a region, in one Function so that the weight gradient overlaps the reduction."""
+class _ColumnLinears(torch.autograd.Function):
+    """Linear layers as the entry of a region, in one Function so that weight gradients overlap the reduction.
+
+    Their operands are weight, bias, weight, bias, and so on.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSettings) -> Tensor:
-        ctx.linear = linear
-        ctx.save_for_backward(x, weight)
-        whole = linear.border.gather(x).wait()
-        return _in_shape_of(whole, linear.products.output(_rows(whole), weight, bias))
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        # One parameter beside ctx: without autograd torch.compile leaves ctx out of as many arguments as there are
+        # parameters (torch 2.13), and a list of three would have one of its lengths mistaken so.
+        x, linears, *operands = arguments
+        weights, biases = operands[::2], operands[1::2]
+        ctx.linears = linears
+        ctx.save_for_backward(x, *weights)
+        whole = linears[0].border.gather(x).wait()
+        rows = _rows(whole)
+        return tuple(
+            _in_shape_of(whole, linear.products.output(rows, weight, bias))
+            for linear, weight, bias in zip(linears, weights, biases, strict=True)
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        linear, border = ctx.linear, ctx.linear.border
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        makes_weight = wants_weight and linear.defer is None
-        rows = _rows(grad)
-        grad_weight = reduced = None
-        gathering = border.gather(_rows(x)) if makes_weight else None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        linears, border = ctx.linears, ctx.linears[0].border
+        wants_x, _, *wants = ctx.needs_input_grad
+        wants_weight, wants_bias = wants[::2], wants[1::2]
+        makes_weight = [wanted and linear.defer is None for wanted, linear in zip(wants_weight, linears, strict=True)]
+        rows = [_rows(grad) for grad in grads]
+        gathering = border.gather(_rows(x)) if any(makes_weight) else None
+        reduced = partial_x = None
         if wants_x:
-            partial_x = linear.products.input_gradient(rows, weight)  # [n, in]
+            for linear, weight, grad in zip(linears, weights, rows, strict=True):
+                product = linear.products.input_gradient(grad, weight)  # [n, in]
+                partial_x = product if partial_x is None else partial_x.add_(product)
         whole = None if gathering is None else gathering.wait()
-        if wants_x:
+        if partial_x is not None:
             reduced = border.reduce(partial_x)
-        if whole is not None:
-            grad_weight = linear.weight_gradient(rows, whole)
-        elif wants_weight:
-            linear.defer(lambda: linear.weight_gradient(rows, border.gather(_rows(x)).wait()))
-        grad_bias = rows.sum(0) if wants_bias else None
+        found: list[Tensor | None] = []
+        for index, (linear, grad) in enumerate(zip(linears, rows, strict=True)):
+            grad_weight = None
+            if whole is not None and makes_weight[index]:
+                grad_weight = linear.weight_gradient(grad, whole)
+            elif wants_weight[index]:
+                linear.defer(partial(_late_weight_gradient, linear, grad, x))
+            found += [grad_weight, grad.sum(0) if wants_bias[index] else None]
         grad_x = None if reduced is None else reduced.wait().view_as(x)
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, None, *found
 
 
-_column_linear: Callable[..., Tensor] = _ColumnLinear.apply
+_column_linears: Callable[..., tuple[Tensor, ...]] = _ColumnLinears.apply
+
+
+def _late_weight_gradient(linear: LinearSettings, grad: Tensor, x: Tensor) -> Tensor | None:
+    """Compute a weight's gradient, for which the input of other ranks is gathered again."""
+    return linear.weight_gradient(grad, linear.border.gather(_rows(x)).wait())
 
 
 class _DeferredRowLinear(torch.autograd.Function):
@@ -313,7 +425,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSettings, activation: FusedGelu
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSettings, activation: FusedActivation
     ) -> Tensor:
         ctx.linear, ctx.activation = linear, activation
         ctx.save_for_backward(x, weight)

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 
 from megazero.comm.interface import Communicator
+from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.errors import ConfigError, Problem
 from megazero.model.sequences import document_mask
@@ -58,6 +59,7 @@ class AttentionCall(NamedTuple):
     shape: [b, a/t, s, d] of query, key and value.  dropout: a probability.
     is_masked: True for a mask of documents, False for a causal one.
     is_deterministic: True if its backward must add in the same order every time.
+    key_value_heads: the heads of keys and values, which several of the queries share; 0: as many as queries have.
     """
 
     shape: tuple[int, int, int, int]
@@ -66,12 +68,27 @@ class AttentionCall(NamedTuple):
     dropout: float
     is_masked: bool = False
     is_deterministic: bool = False
+    key_value_heads: int = 0
+
+    @property
+    def is_grouped(self) -> bool:
+        """True if several heads of queries share keys and values."""
+        return self.key_value_heads not in (0, self.shape[1])
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return empty query, key and value as the model passes them: views of one tensor [b, s, 3, a/t, d]."""
+        """Return empty query, key and value as the model passes them: views of one tensor [b, s, 3, a/t, d].
+
+        Where several heads share keys and values, queries are a tensor of their own beside one of [b, s, 2, g/t, d].
+        """
         batch, heads, length, head_dim = self.shape
-        qkv = torch.empty(batch, length, 3, heads, head_dim, dtype=self.dtype, device=self.device)
-        query, key, value = (part.requires_grad_() for part in qkv.permute(2, 0, 3, 1, 4).unbind(0))
+        empty = partial(torch.empty, dtype=self.dtype, device=self.device)
+        if self.is_grouped:
+            queries = empty(batch, length, heads, head_dim).transpose(1, 2)
+            pair = empty(batch, length, 2, self.key_value_heads, head_dim).permute(2, 0, 3, 1, 4)
+            parts = (queries, *pair.unbind(0))
+        else:
+            parts = empty(batch, length, 3, heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = (part.requires_grad_() for part in parts)
         return query, key, value
 
     def mask(self) -> Tensor | None:
@@ -82,7 +99,8 @@ class AttentionCall(NamedTuple):
         return document_mask(documents, self.dtype)
 
     def __str__(self) -> str:
-        more = f"{', masked' * self.is_masked}{f', dropout {self.dropout:g}' if self.dropout else ''}"
+        shared = f", keys of {self.key_value_heads}" * self.is_grouped
+        more = f"{shared}{', masked' * self.is_masked}{f', dropout {self.dropout:g}' if self.dropout else ''}"
         return f"{list(self.shape)} in {str(self.dtype).removeprefix('torch.')} on {self.device.type}{more}"
 
 
@@ -103,10 +121,16 @@ Reduction = Callable[[Sequence[float]], list[float]]
 def attention_call(config: RunConfig, device: torch.device) -> AttentionCall:
     """Return the attention call of every layer of a run."""
     model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
-    heads, head_dim = model.num_attention_heads, model.hidden_size // model.num_attention_heads
-    shape = (config.training.micro_batch_size, heads // tensor_size, model.seq_length, head_dim)
-    dtype, is_masked = DTYPES[config.precision.precision], config.data.reset_attention_mask
-    return AttentionCall(shape, dtype, device, model.attention_dropout, is_masked, config.training.deterministic_mode)
+    heads, width = model.num_attention_heads // tensor_size, derived.head_width(model)
+    return AttentionCall(
+        (config.training.micro_batch_size, heads, model.seq_length, width),
+        DTYPES[config.precision.precision],
+        device,
+        model.attention_dropout,
+        config.data.reset_attention_mask or model.position_embedding_type == "alibi",
+        config.training.deterministic_mode,
+        max(1, derived.num_key_value_heads(model) // tensor_size),
+    )
 
 
 def check_attention(wanted: str, device: torch.device) -> None:
@@ -171,7 +195,7 @@ def computing_kernel(call: AttentionCall) -> str:
     """Return the name of the kernel by which torch would compute the call now, "torch's" for one without a name."""
     query, key, value = call.operands()
     mask = call.mask()
-    chosen = _torchs_choice(query, key, value, mask, call.dropout, mask is None)
+    chosen = _torchs_choice(query, key, value, mask, call.dropout, mask is None, enable_gqa=call.is_grouped)
     return next((name for name, backend in KERNELS.items() if backend.value == chosen), "torch's")
 
 
@@ -202,7 +226,13 @@ def measure(kernel: str, call: AttentionCall) -> float | None:
                 begin, end = _event(enable_timing=True), _event(enable_timing=True)
                 begin.record()
                 mixed = F.scaled_dot_product_attention(
-                    query, key, value, attn_mask=mask, dropout_p=call.dropout, is_causal=mask is None
+                    query,
+                    key,
+                    value,
+                    attn_mask=mask,
+                    dropout_p=call.dropout,
+                    is_causal=mask is None,
+                    enable_gqa=call.is_grouped,
                 )
                 torch.autograd.backward(mixed, torch.ones_like(mixed))
                 end.record()

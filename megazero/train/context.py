@@ -29,6 +29,9 @@ class LanguageModel(Protocol):
     def dtype(self) -> torch.dtype:
         """The number format of activations."""
 
+    def sequences(self, length: int, *, positions: Tensor | None, documents: Tensor | None) -> Sequences:
+        """Return a micro-batch's rows of `length` tokens; positions and documents: int64 [b, s], or None."""
+
     def activation_shape(self, num_tokens: int) -> tuple[int, int]:
         """Return the shape of the activations of `num_tokens` tokens between layers on this rank."""
 

@@ -28,7 +28,8 @@ def pipeline_split(config: RunConfig, padded_vocab_size: int) -> tuple[int, ...]
     model = config.model
     costs = model_costs(
         hidden=model.hidden_size,
-        ffn=derived.ffn_hidden_size(model),
+        matrices=derived.block_matrices(model),
+        heads_width=model.num_attention_heads * derived.head_width(model),
         seq=model.seq_length,
         padded_vocab=padded_vocab_size,
     )

@@ -149,12 +149,17 @@ class StagePasses:
         Chunks take a micro-batch in model order, so the last one removes the entry; graphs retain what they need.
         """
         last_chunk = len(self._model.chunks) - 1
-        sequences = self._sequences.pop(action.micro_batch, None) or _sequences(
-            batch, self._context.mesh.device, self._model.dtype
-        )
+        sequences = self._sequences.pop(action.micro_batch, None) or self._made_sequences(batch)
         if action.chunk < last_chunk:
             self._sequences[action.micro_batch] = sequences
         return sequences
+
+    def _made_sequences(self, batch: MicroBatch) -> Sequences:
+        device = self._context.mesh.device
+        positions, documents = (
+            None if part is None else _to_device(part, device) for part in (batch.positions, batch.documents)
+        )
+        return self._model.sequences(batch.tokens.shape[1], positions=positions, documents=documents)
 
     def _enter(self, action: Action, batch: MicroBatch, sequences: Sequences, received: Tensor | None) -> Tensor:
         if received is None:
@@ -189,14 +194,6 @@ class StagePasses:
 
 def _key(action: Action) -> _Key:
     return action.micro_batch, action.chunk
-
-
-def _sequences(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Sequences:
-    """Return the positions and document numbers of a micro-batch, on the device."""
-    positions, documents = (
-        None if part is None else _to_device(part, device) for part in (batch.positions, batch.documents)
-    )
-    return Sequences.of(batch.tokens.shape[1], positions=positions, documents=documents, dtype=dtype)
 
 
 def _to_device(part: Tensor, device: torch.device) -> Tensor:

@@ -49,7 +49,7 @@ def test_transformers_gives_the_references_logits(tmp_path: Path, tp: int, chang
     folder, weights = exported(tmp_path, tp=tp, norm_epsilon=1e-3, **changes)
     for loader in (transformers.GPT2LMHeadModel, transformers.AutoModelForCausalLM):
         theirs = loader.from_pretrained(folder, dtype=torch.float64).eval()
-        expected = reference.logits(weights, IDS, 1e-3)
+        expected = reference.logits(weights, IDS, reference.Shape(epsilon=1e-3))
         torch.testing.assert_close(theirs(IDS).logits.detach(), expected, rtol=1e-10, atol=1e-11)
     assert theirs.config.eos_token_id == 5
 

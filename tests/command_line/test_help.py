@@ -61,7 +61,7 @@ def test_every_known_key_has_an_answer() -> None:
 @each(
     ("topic", "told"),
     [
-        ("--swiglu", "--swiglu: refused: the model is GPT-2"),
+        ("--mup", "--mup: refused: the model has what --normalization"),
         ("lr", "--lr X (section optimizer): learning rate after warm-up (required). Legal: a number, greater than 0."),
         ("--bf16", "--bf16: short for --precision bf16."),
         ("--use-distributed-optimizer", "short for --zero-stage 1; beside --zero-stage 2 or 3 it adds nothing."),
@@ -69,7 +69,7 @@ def test_every_known_key_has_an_answer() -> None:
         ("--no-overlap-comm", "the same as --overlap-comm false."),
         ("--ds-sequence-parallel-size=2", "accepted, without effect, as --ds-sequence-parallel-size 1; refused with"),
         ("--ddp_bucket_size", "another name of --reduce-bucket-size. --reduce-bucket-size N (section zero):"),
-        ("--kv-channels", "with the value that follows from the settings; refused with other values: a head"),
+        ("--pad-vocab-size-to", "with the value that follows from the settings; refused with other values: padding"),
         ("--data-args-path", "Write --data-path $(cat FILE) instead."),
         ("--optimizer", "--optimizer {adam,sgd,"),
         ("optimizer", "optimizer: The update rule"),
@@ -88,9 +88,9 @@ def test_a_whole_command_line_can_be_asked_about() -> None:
 
 def test_unknown_topics_are_all_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        help_of(["zeroo", "zero_optimization.stag", "--swiglo"])
+        help_of(["zeroo", "zero_optimization.stag", "--glu-activatio"])
     assert [(problem.given, problem.legal) for problem in caught.value.problems[1:]] == [
         ("--help zero_optimization.stag", "zero_optimization.stage"),
-        ("--help --swiglo", "--swiglu (which is refused)"),
+        ("--help --glu-activatio", "--glu-activation (which is refused)"),
     ]
     assert len(caught.value.problems) == 3

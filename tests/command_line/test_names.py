@@ -9,7 +9,7 @@ from megazero.command_line.names import all_names, suggest
 @each(
     ("name", "expected"),
     [
-        ("swiglo", "--swiglu (which is refused)"),
+        ("swiglo", "--swiglu"),
         ("lr", "--lr"),
         ("hiden_size", "--hidden-size"),
         ("num-layer", "--num-layers"),

@@ -226,7 +226,7 @@ def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
 @each(
     ("flags", "given", "rule"),
     [
-        ("--swiglu", "--swiglu", "GPT-2"),
+        ("--mup", "--mup", "and no more"),
         ("--decoder-first-pipeline-num-layers 3", "--decoder-first-pipeline-num-layers 3", "as --pipeline-split says"),
         (
             "--num-virtual-stages-per-pipeline-rank 2",
@@ -276,7 +276,7 @@ def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
             "different values",
         ),
         ("--zero-config c4", "--zero-config c4", "no zero-config"),
-        ("--normalization RMSNorm", "--normalization RMSNorm", "layer norms"),
+        ("--normalization apex", "--normalization apex", "LayerNorm, RMSNorm"),
         ("--fp16 --bf16", "--fp16 and --bf16", "different values"),
         ("--precision fp32 --fp16", "--precision fp32 and --fp16", "different values"),
         ("--batch-size 2", "--micro-batch-size 4 and --batch-size 2", "different values"),
@@ -312,7 +312,7 @@ def test_a_source_without_a_name_is_refused(flag: str) -> None:
 
 def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("learning_rate: 1e-3\nhidden_size: wide\nswiglu: true\n")
+    file.write_text("learning_rate: 1e-3\nhidden_size: wide\nmup: true\n")
     line = (
         f"--config {file} --foo 1 --num-layers 0 --num-attention-heads 7 --tensor-model-parallel-size 2"
         " --seq-length 16 --micro-batch-size 2 --lr 1e-3 --min-lr 1 --train-iters 5 --mock-data --fp16 --bf16"
@@ -321,7 +321,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     assert given == [
         "--foo",
         f"{file}: learning_rate: 1e-3",
-        f"{file}: swiglu: true",
+        f"{file}: mup: true",
         "--fp16 and --bf16",
         "--num-layers 0",
         f"{file}: hidden_size: wide",

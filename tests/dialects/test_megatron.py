@@ -284,9 +284,6 @@ def test_few_published_flags_of_a_gpt2_are_refused() -> None:
 @each(
     ("words", "legal"),
     [
-        ("--kv-channels 16", "--num-attention-heads 2, --hidden-size 64"),
-        ("--kv-channels 5", "--hidden-size 20"),
-        ("--num-query-groups 2", "as many as --num-attention-heads 4"),
         ("--pad-vocab-size-to 512 --tensor-model-parallel-size 2", "--make-vocab-size-divisible-by 256"),
         ("--pad-vocab-size-to 64", "a multiple of --tensor-model-parallel-size 1, at least 100"),
         (
@@ -320,7 +317,17 @@ def test_a_refusal_does_the_arithmetic(words: str, legal: str) -> None:
         ("--zero-contigious-gradients false --ddp-bucket-size 7", "--no-contiguous-gradients --reduce-bucket-size 7"),
         ("--bf16 --grad-reduce-in-bf16", "--bf16"),
         ("--normalization layernorm --num_experts 1 --moe-min-capacity 4", ""),
-        ("--kv_channels 8 --pad-vocab-size-to 128", ""),
+        ("--pad-vocab-size-to 128", ""),
+        ("--normalization rmsnorm", "--normalization RMSNorm"),
+        (
+            "--position-embedding-type rotary --rotary-position-embeddings-theta 5e5",
+            "--position-embedding-type rope --rotary-base 5e5",
+        ),
+        ("--position-embedding-type absolute", ""),
+        ("--no-position-embedding --use-rotary-position-embeddings", "--position-embedding-type rope"),
+        ("--no-position-embedding --position-embedding-type alibi", "--position-embedding-type alibi"),
+        ("--no-position-embedding", "--position-embedding-type none"),
+        ("--num-key-value-heads 2", "--group-query-attention --num-query-groups 2"),
     ],
 )
 def test_old_spellings_mean_what_they_meant(words: str, same: str) -> None:

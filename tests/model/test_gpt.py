@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megazero.model.gpt as gpt
 from megazero.config.model import ModelConfig
 from megazero.model.initial_values import initialize_
-from megazero.model.sequences import Sequences
 from megazero.parallel.layer_split import chunks_of, cut
 from megazero.parallel.param_spec import named_specs
 
@@ -177,9 +176,9 @@ def test_the_gradients_of_query_key_and_value_are_copied_once(is_masked: bool) -
     """That copy is the gradient of the linear layer's output, in its layout."""
     model = build_gpt(small_config(), context(), vocab_size=VOCAB)
     documents = torch.arange(12).div(5, rounding_mode="floor").expand(2, 12) if is_masked else None
-    sequences = Sequences.of(12, positions=None, documents=documents, dtype=torch.float64)
+    sequences = model.sequences(12, documents=documents)
     qkv = torch.randn(24, 180, dtype=torch.float64, requires_grad=True)
-    mixed = model.layers["0"].attention.core(qkv, sequences)
+    mixed = model.layers["0"].attention.core(sequences, qkv)
     with CountingCopies() as mode:
         [gradient] = torch.autograd.grad(mixed, qkv, torch.ones_like(mixed))
     assert gradient.is_contiguous() and mode.copies == ["stack"]
@@ -313,7 +312,7 @@ def test_chunks_one_after_the_other_are_the_whole_model(split: tuple[int, ...], 
     whole = build_gpt(small_config(), context(), vocab_size=VOCAB)
     put_logical(whole, weights)
     tokens, labels = batch()
-    sequences = Sequences(tokens.shape[1])
+    sequences = stages[0].sequences(tokens.shape[1])
     x = stages[0].embed(tokens, sequences)
     for chunk in range(len(split)):
         x = stages[chunk % num_stages].through(chunk // num_stages, x, sequences)

@@ -1,11 +1,14 @@
 """Tests documents in a row: each attends, and counts its positions, as if it were alone."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from support.families import FAMILIES
 from support.models import build_gpt, context, put_logical, small_config
 from support.reference import Batch, gradients, mean_loss
+from support.training import shape_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -48,7 +51,7 @@ def micro_batch(*, positions: bool = True, attention: bool = True) -> MicroBatch
 
 
 def sequences_of(batch: MicroBatch) -> Sequences:
-    return Sequences.of(LENGTH, positions=batch.positions, documents=batch.documents, dtype=torch.float64)
+    return gpt().sequences(LENGTH, positions=batch.positions, documents=batch.documents)
 
 
 def documents_of(batch: MicroBatch) -> list[tuple[int, Batch]]:
@@ -62,27 +65,29 @@ def documents_of(batch: MicroBatch) -> list[tuple[int, Batch]]:
     return found
 
 
-def weights() -> dict[str, Tensor]:
-    model = build_gpt(small_config(), context(), vocab_size=VOCAB)
+def weights(**changes: Any) -> dict[str, Tensor]:
+    model = build_gpt(small_config(**changes), context(), vocab_size=VOCAB)
     return {spec.name: initial_value(spec, 5).view(spec.full_shape).double() * 4 for spec, _ in named_specs(model)}
 
 
-def gpt(activations: ActivationPlan = NO_RECOMPUTATION, **changes: float) -> GPT:
+def gpt(activations: ActivationPlan = NO_RECOMPUTATION, **changes: Any) -> GPT:
     config = small_config(**changes)
     model = GPT(config, vocab_size=VOCAB, tp=context(), padded_vocab_size=VOCAB, activations=activations)
-    put_logical(model, weights())
+    put_logical(model, weights(**changes))
     return model
 
 
-def test_a_row_of_documents_is_the_documents_alone() -> None:
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "falcon", "bloom", "nope"])
+def test_a_row_of_documents_is_the_documents_alone(family: str) -> None:
     """Losses of documents, and all gradients, equal those of the plain twin that reads one document at a time."""
-    model, batch = gpt(), micro_batch()
+    model, batch = gpt(**FAMILIES[family]), micro_batch()
+    shape = shape_of(small_config(**FAMILIES[family]))
     apart = documents_of(batch)
     assert [sum(row == at for row, _ in apart) for at in range(len(ROWS))] == [1, 4, 2, 1, 4, 12]
-    live = {name: value.requires_grad_(True) for name, value in weights().items()}
-    alone = [mean_loss(live, document) * document.labels.numel() for _, document in apart]
+    live = {name: value.requires_grad_(True) for name, value in weights(**FAMILIES[family]).items()}
+    alone = [mean_loss(live, document, shape) * document.labels.numel() for _, document in apart]
 
-    sequences = sequences_of(batch)
+    sequences = model.sequences(LENGTH, positions=batch.positions, documents=batch.documents)
     found = []
     for number, (row, document) in enumerate(apart):
         before = sum(other.labels.numel() for at, other in apart[:number] if at == row)
@@ -92,7 +97,6 @@ def test_a_row_of_documents_is_the_documents_alone() -> None:
     assert max(abs(one - other) / other for one, other in zip(found, alone, strict=True)) < 1e-9
     torch.stack(found).sum().backward()
     expected = gradients(torch.stack(alone).sum(), live)
-    assert model.embedding.position.weight.grad is not None
     for spec, parameter in named_specs(model):
         assert parameter.grad is not None
         gradient = expected[spec.name].reshape(parameter.shape)
@@ -140,7 +144,7 @@ def test_what_follows_or_belongs_to_others_is_out_of_sight() -> None:
     assert mask.isneginf().logical_or(mask == 0).all()
     assert (mask[0, 0] == 0).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert (mask[1, 0] == 0).int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-    assert Sequences.of(4, positions=None, documents=None, dtype=torch.float32).mask is None
+    assert gpt().sequences(4).mask is None
 
 
 @pytest.mark.parametrize("granularity", ["none", "full", "selective"])

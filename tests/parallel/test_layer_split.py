@@ -35,7 +35,9 @@ def test_chunks_are_dealt_out_to_stages() -> None:
 def test_costs_of_a_small_model() -> None:
     """The sizes are h 4, f 12, s 10, V 7, so a query has 5 keys on average, and each costs twice 4."""
     matrices = 4 * 12 + 4 * 4 + 4 * 12 + 12 * 4
-    assert model_costs(hidden=4, ffn=12, seq=10, padded_vocab=7) == Costs(matrices + 2 * 5 * 4, 8, 28)
+    assert model_costs(hidden=4, matrices=matrices, heads_width=4, seq=10, padded_vocab=7) == Costs(
+        matrices + 2 * 5 * 4, 8, 28
+    )
 
 
 @each(
@@ -58,7 +60,7 @@ def test_splits(layers: int, chunks: int, costs: Costs, split: tuple[int, ...]) 
 
 
 def test_a_large_vocabulary_on_a_small_model_leaves_the_last_chunk_without_layers() -> None:
-    costs = model_costs(hidden=256, ffn=1024, seq=256, padded_vocab=50_304)
+    costs = model_costs(hidden=256, matrices=12 * 256**2, heads_width=256, seq=256, padded_vocab=50_304)
     assert costs.head > 8 * costs.layer
     split = [
         balanced_split(8, p, layer_cost=costs.layer, embedding_cost=costs.embedding, head_cost=costs.head)

@@ -48,6 +48,7 @@ LOADED: Settings = {"load": "ckpt"}
 OWN_CORPORA: Settings = {"mock_data": False, "train_data_path": ["a"], "valid_data_path": ["b"]}
 CORPUS: Settings = {"mock_data": False, "data_path": ["0.5", "a", "0.5", "b"]}
 REMOTE: Settings = {"mock_data": False, "data_path": ["0.5", "s3://bucket/a", "0.5", "s3://bucket/b"]}
+ROPE: Settings = {"position_embedding_type": "rope"}
 PARALLEL: Settings = {"tensor_model_parallel_size": 2}
 
 # Cases of sections that the library has too.
@@ -327,6 +328,14 @@ RUN_CASES = (
     Case("tensorboard", True, ERROR, {"ledger_limit": 64}, {"save": "ckpt"}),
     Case("tensorboard", True, ERROR, {}, {"tensorboard_dir": "tb"}),  # a file's, and a flag's that names the folder
     Case("log_timers_to_tensorboard", True, NOTICE, {"save": "ckpt"}, {"save": "ckpt", "tensorboard": True}),
+    Case("rotary_base", 5e5, NOTICE, {}, ROPE),
+    Case("rotary_percent", 0.5, NOTICE, {}, ROPE),
+    Case("rotary_seq_len_interpolation_factor", 2.0, NOTICE, {"position_embedding_type": "alibi"}, ROPE),
+    Case("use_rope_scaling", True, ERROR, {}, ROPE),
+    Case("rope_scaling_factor", 4.0, ERROR, ROPE, {**ROPE, "use_rope_scaling": True}),
+    Case("num_query_groups", 2, NOTICE, {}, {"group_query_attention": True}),
+    Case("add_qkv_bias", True, ERROR, {}, {"disable_bias_linear": True}),
+    Case("reset_position_ids", True, ERROR, {"position_embedding_type": "none"}, {}),
     Case("ledger", True, ERROR, {}, {"metrics_file": "run.jsonl"}),
     Case("ledger_dir", "pictures", ERROR, {}, {"ledger": True}),
     Case("ledger_dir", "pictures", ERROR, {"metrics_file": "run.jsonl"}, {"ledger_limit": 64}),
@@ -337,7 +346,9 @@ CASES = (*SHARED_CASES, *RUN_CASES)
 _EFFECTIVE = """
 num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size vocab_size
 make_vocab_size_divisible_by hidden_dropout attention_dropout init_method_std norm_epsilon
-untie_embeddings_and_output_weights micro_batch_size global_batch_size train_iters train_samples train_tokens seed
+untie_embeddings_and_output_weights kv_channels group_query_attention position_embedding_type normalization
+qk_layernorm embed_layernorm swiglu squared_relu disable_bias_linear
+micro_batch_size global_batch_size train_iters train_samples train_tokens seed
 rampup_batch_size step_batch_size_schedule eval_iters
 exit_interval exit_duration_in_mins exit_status_when_stopped optimizer optimizer_params lr lr_decay_style
 clip_grad precision
@@ -347,7 +358,7 @@ distributed_join_timeout_minutes distributed_timeout_seconds_after_init
 reduce_bucket_size allgather_bucket_size overlap_comm contiguous_gradients ignore_unused_parameters
 sub_group_size communication_data_type gradient_predivide_factor recompute_granularity logits_chunk_bytes
 data_path train_data_path valid_data_path test_data_path data_skip_samples mock_data tokenizer_type num_workers
-eod_mask_loss reset_position_ids reset_attention_mask save load log_interval metrics_file tensorboard_dir
+eod_mask_loss reset_attention_mask save load log_interval metrics_file tensorboard_dir
 ledger_limit pipeline_trace_dir log_params_norm log_num_zeros_in_grad check_for_nan_in_loss_and_grad timing_log_level
 wandb_project mlflow_experiment
 """

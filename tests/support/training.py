@@ -17,7 +17,7 @@ from support.configs import make_run
 from support.flat_layout import padded_numel
 from support.models import box_index, build_gpt, context
 from support.processes import mesh_in_worker, run_ranks
-from support.reference import Batch, History, Recipe, scheduled_rate, train
+from support.reference import Batch, History, Recipe, Shape, scheduled_rate, train
 from support.token_files import write_corpus
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from megazero.checkpoint.slices import fragment_pieces, piece_view
 from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, Mesh
 from megazero.config import derived
 from megazero.config.lengths import RunLength
+from megazero.config.model import ModelConfig
 from megazero.config.run import RunConfig
 from megazero.data.loader import BatchLoader
 from megazero.memory.fused_buffers import FusedBuffers
@@ -279,7 +280,21 @@ def reference_history(prefix: str, steps: int = STEPS, *, late_from: int | None 
         factors=dict.fromkeys(INPUT_AND_OUTPUT, (config.optimizer.decoupled_lr or LR) / LR),
         late_from=late_from,
     )
-    return train(first_weights(config), batches, recipe)
+    return train(first_weights(config), batches, recipe, shape_of(config.model))
+
+
+def shape_of(model: ModelConfig) -> Shape:
+    """Return what the plain reference needs of a model beside its weights."""
+    kind = model.position_embedding_type
+    return Shape(
+        epsilon=model.norm_epsilon,
+        positions=kind if kind in ("rope", "alibi") else "",
+        base=model.rotary_base,
+        rotated=int((model.kv_channels or model.hidden_size // model.num_attention_heads) * model.rotary_percent),
+        interpolation=model.rotary_seq_len_interpolation_factor,
+        stretch=model.rope_scaling_factor if model.use_rope_scaling else None,
+        squares=model.squared_relu,
+    )
 
 
 def first_weights(config: RunConfig) -> dict[str, Tensor]:

@@ -11,16 +11,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megazero.model.compiled import lacking
 from megazero.parallel.param_spec import Init
-from megazero.tensor_parallel.activation import FusedGelu, gelu, gelu_backward
+from megazero.tensor_parallel.activation import FusedActivation, gelu, gelu_backward
 from megazero.tensor_parallel.layers import RowParallelLinear
 
 CPU = torch.device("cpu")
 
 
-def as_written() -> FusedGelu:
+def as_written() -> FusedActivation:
     """Return the fused GELU without a compiler."""
     with patch.object(torch, "compile", lambda function, **options: function):
-        return FusedGelu()
+        return FusedActivation("gelu")
 
 
 def layer() -> RowParallelLinear:
@@ -35,7 +35,7 @@ def inputs() -> Tensor:
     return torch.randn(7, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def run(fused: FusedGelu | None, *, frozen: tuple[str, ...] = ()) -> tuple[list[Tensor | None], list[Tensor]]:
+def run(fused: FusedActivation | None, *, frozen: tuple[str, ...] = ()) -> tuple[list[Tensor | None], list[Tensor]]:
     """Return the output and the gradients of x, weight and bias, and the tensors saved for backward."""
     row, x, saved = layer(), inputs().requires_grad_("x" not in frozen), list[Tensor]()
     row.weight.requires_grad_("weight" not in frozen)
@@ -70,7 +70,7 @@ def test_backward_is_one_pass() -> None:
     """The compiler makes one kernel, which reads x and the gradient once and writes both results."""
     x, grad = inputs(), inputs() + 1
     torch._dynamo.reset()
-    (found, again), sources = run_and_get_code(FusedGelu().backward, grad, x)
+    (found, again), sources = run_and_get_code(FusedActivation("gelu").backward, grad, x)
     expected, output = gelu_backward(grad, x)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(again, output, rtol=1e-12, atol=1e-14)

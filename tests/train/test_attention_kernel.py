@@ -174,7 +174,7 @@ def test_torch_sets_its_own_order_before_the_run_does(monkeypatch: pytest.Monkey
     """torch's first choice of a process overwrites the order of kernels, so it comes before the run's order is set."""
     order, chosen = ["unfused"], []
 
-    def torchs_choice(*_: object) -> int:
+    def torchs_choice(*_: object, **__: object) -> int:
         order[:] = order if chosen else ["fused"]
         chosen.append(order[0])
         return int(KERNELS[order[0]])
@@ -223,7 +223,7 @@ def test_flash_attention_3_takes_the_place_of_torchs_own(
     """On a GPU it is activated before torch chooses, and reported as what computes; on a CPU it is not there."""
     found: list[str] = []
 
-    def choice(*_: object) -> int:
+    def choice(*_: object, **__: object) -> int:
         found.append("choose")
         return int(KERNELS["flash"])
 

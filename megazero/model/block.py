@@ -1,0 +1,92 @@
+"""A pre-norm block: attention, then feed-forward layers, each added to its input.
+
+n = tokens in rows, h = hidden, f = feed-forward width, t = tensor-parallel degree
+"""
+
+from torch import Tensor, nn
+
+from megazero.activations.recompute import Recomputation
+from megazero.config.derived import ffn_hidden_size
+from megazero.config.model import ModelConfig
+from megazero.model.attention import SelfAttention
+from megazero.model.initial_values import output_init
+from megazero.model.norms import Norm
+from megazero.model.sequences import Sequences
+from megazero.parallel.param_spec import Init, mark_block
+from megazero.tensor_parallel.activation import ACTIVATIONS, FusedActivation
+from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
+
+
+class TransformerBlock(nn.Module):
+    """A pre-LN block: x + attention(norm(x)), then x + mlp(norm(x)); [n, h] to [n, h]."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, core_recomputation: Recomputation | None) -> None:
+        super().__init__()
+        self.input_norm = Norm(config, tp)
+        self.attention = SelfAttention(config, tp, core_recomputation)
+        self.post_attention_norm = Norm(config, tp)
+        self.mlp = FeedForward(config, tp)
+        self._dropout = config.hidden_dropout
+        self._tp = tp
+        if tp.within_compiled:
+            mark_block(self)
+
+    @property
+    def adds_without_effects(self) -> bool:
+        """True if `between`, `add` and their backward change no state, so that they can be compiled."""
+        draws = self._dropout > 0 and self._tp.border.splits_sequence
+        return self._tp.deferred is None and not draws
+
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        x, normed = self.between(x, self.attention(self.input_norm(x), sequences))
+        return self.add(x, self.mlp(normed), self.mlp.down.left_bias)
+
+    def leave_biases(self) -> None:
+        """Have `between` and `add` add the biases that come after the collectives of several ranks."""
+        for layer in (self.attention.projection, self.mlp.down):
+            layer.leaves_bias = self._tp.communicator.size > 1
+
+    def between(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the output of attention; return the sum, and the input of the feed-forward layers."""
+        x = self.add(x, y, self.attention.projection.left_bias)
+        return x, self.post_attention_norm(x)
+
+    def add(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x + dropout(y + bias)."""
+        y = y if bias is None else y + bias
+        return x + self._tp.residual_dropout(y, self._dropout, self.training)
+
+
+class FeedForward(nn.Module):
+    """The feed-forward layers, down(activation(up(x))), with f/t of the inner elements on each rank.
+
+    SwiGLU's two inner layers are one matrix, [2, f, h]: first the gate, then what it multiplies.
+
+    fused: the compiled activation; None where it is an operation by itself, or compiled with its block.
+    """
+
+    fused: FusedActivation | None = None
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        inner = ffn_hidden_size(config)
+        has_bias = not config.disable_bias_linear
+        self.activation = "swiglu" if config.swiglu else "squared-relu" if config.squared_relu else "gelu"
+        shape = (2, inner, hidden) if config.swiglu else (inner, hidden)
+        self.up = ColumnParallelLinear(
+            tp,
+            logical_shape=shape,
+            split_dim=len(shape) - 2,
+            init=Init("normal", config.init_method_std),
+            has_bias=has_bias,
+        )
+        self.down = RowParallelLinear(tp, logical_shape=(hidden, inner), init=output_init(config), has_bias=has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        if self.fused is None:
+            y: Tensor = self.down(ACTIVATIONS[self.activation].output(inner))
+        else:
+            y = self.down(inner, self.fused)
+        return y
