@@ -1,18 +1,19 @@
-"""Converts GPT-2 between Hugging Face's format and megazero's: one table of names and layouts, read both ways.
+"""Converts models between Hugging Face's format and megazero's, by the tables of their families (`families.py`).
 
-A transformers model is a folder with `config.json` and `model.safetensors`.  Its linear layers are *Conv1D*, which
-store a matrix as [in, out]; megazero's are [*out, in] with the fused query, key and value as (3, heads, head_dim, in).
-A tied head is not stored on either side.
+A transformers model is a folder with `config.json` and `model.safetensors`, or several files of tensors and an index,
+`model.safetensors.index.json`.  Tensors are read one at a time, and written one file at a time.  A tied head is not
+stored on either side.
 """
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -20,66 +21,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megazero.checkpoint.families import FAMILIES, Row, family_of
 from megazero.checkpoint.reader import Checkpoint
 from megazero.comm.local import LocalCommunicator
-from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.errors import CheckpointError, Problem, raise_problems
 from megazero.files import open_regular, parse_json, read_bounded, sync_path
 from megazero.model.gpt import GPT
-from megazero.parallel.param_spec import named_specs
+from megazero.parallel.param_spec import ParamSpec, StateFragment, named_specs
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-
-# same: unchanged; conv1d: [in, out] in transformers, [*out, in] in megazero; flat: one dim there, several here.
-Form = Literal["same", "conv1d", "flat"]
-
-_ENDS: tuple[tuple[str, str, Form], ...] = (
-    ("embedding.word.weight", "wte.weight", "same"),
-    ("embedding.position.weight", "wpe.weight", "same"),
-    ("final_norm.weight", "ln_f.weight", "same"),
-    ("final_norm.bias", "ln_f.bias", "same"),
-)
-_BLOCK: tuple[tuple[str, str, Form], ...] = (
-    ("input_norm.weight", "ln_1.weight", "same"),
-    ("input_norm.bias", "ln_1.bias", "same"),
-    ("attention.qkv.weight", "attn.c_attn.weight", "conv1d"),
-    ("attention.qkv.bias", "attn.c_attn.bias", "flat"),
-    ("attention.projection.weight", "attn.c_proj.weight", "conv1d"),
-    ("attention.projection.bias", "attn.c_proj.bias", "same"),
-    ("post_attention_norm.weight", "ln_2.weight", "same"),
-    ("post_attention_norm.bias", "ln_2.bias", "same"),
-    ("mlp.up.weight", "mlp.c_fc.weight", "conv1d"),
-    ("mlp.up.bias", "mlp.c_fc.bias", "same"),
-    ("mlp.down.weight", "mlp.c_proj.weight", "conv1d"),
-    ("mlp.down.bias", "mlp.c_proj.bias", "same"),
-)
-# Settings that a transformers configuration must have for a model that megazero has; the values are its defaults too.
-_SAME_MODEL: Mapping[str, Any] = MappingProxyType(
-    {
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
-    }
-)
-
+INDEX_FILE = "model.safetensors.index.json"
+# Transformers' own default.
+SHARD_BYTES = 5_000_000_000
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_INDEX_BYTES = 1 << 26
 _MAX_NUMBER = 2**31
-
-
-class NamePair(NamedTuple):
-    """The two names of one parameter, and how its layout is converted."""
-
-    ours: str
-    theirs: str
-    form: Form
 
 
 class ImportedModel(NamedTuple):
@@ -87,18 +48,92 @@ class ImportedModel(NamedTuple):
 
     config: ModelConfig
     vocab_size: int
-    weights: dict[str, Tensor]
+    weights: "ImportedWeights"
 
 
-def name_table(config: ModelConfig) -> Iterator[NamePair]:
-    """Yield every parameter of the model under both names."""
-    for ours, theirs, form in _ENDS:
-        yield NamePair(ours, f"transformer.{theirs}", form)
-    for index in range(config.num_layers):
-        for ours, theirs, form in _BLOCK:
-            yield NamePair(f"layers.{index}.{ours}", f"transformer.h.{index}.{theirs}", form)
-    if config.untie_embeddings_and_output_weights:
-        yield NamePair("head.weight", "lm_head.weight", "same")
+class ImportedWeights(Mapping[str, Tensor]):
+    """Full logical weights by megazero's names, each read from its files whenever it is asked for."""
+
+    def __init__(self, rows: Mapping[str, Row], files: "TensorFiles", shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self._rows = rows
+        self._files = files
+
+    def __getitem__(self, name: str) -> Tensor:
+        row = self._rows[name]
+        shapes = [self.shapes[ours] for ours in row.ours]
+        values = row.form.to_ours([self._files.tensor(theirs) for theirs in row.theirs], shapes)
+        return values[row.ours.index(name)]
+
+    def fragments(self) -> Iterator[StateFragment]:
+        """Yield every weight as a checkpoint's state in float32, which is read when it is written."""
+        for name, shape in self.shapes.items():
+            spec = ParamSpec(name, shape, shape, (0,) * len(shape))
+            yield StateFragment(spec, "weight", 0, spec.numel, _Unread(self, name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+class _Unread(NamedTuple):
+    """A weight that is in its files until it is asked for."""
+
+    weights: ImportedWeights
+    name: str
+    dtype: torch.dtype = torch.float32
+
+    def view(self) -> Tensor:
+        return self.weights[self.name].to(self.dtype).view(-1)
+
+
+class TensorFiles:
+    """The tensors of a Hugging Face folder by name, in one file or in several with an index.
+
+    prefix: of names, which a file that the bare model has written leaves out.
+
+    Raises CheckpointError for files that are missing, or no safetensors files.
+    """
+
+    def __init__(self, folder: Path, *, prefix: str) -> None:
+        self._prefix = f"{prefix}."
+        self._files: dict[Path, Any] = {}
+        self._path_of: dict[str, Path] = {}
+        index = folder / INDEX_FILE
+        if index.exists() and not (folder / WEIGHTS_FILE).exists():
+            self.path = index
+            for name, file in _read_index(index).items():
+                self._path_of[name] = folder / file
+            for path in sorted(set(self._path_of.values())):
+                self._files[path] = _opened(path)
+        else:
+            self.path = folder / WEIGHTS_FILE
+            self._files[self.path] = _opened(self.path)
+            self._path_of = dict.fromkeys(self._files[self.path].keys(), self.path)
+
+    def __len__(self) -> int:
+        return len(self._path_of)
+
+    def shape(self, name: str) -> list[int] | None:
+        """Return a tensor's shape, None if there is none of this name."""
+        found = self._found(name)
+        try:
+            return None if found is None else list(self._files[self._path_of[found]].get_slice(found).get_shape())
+        except SafetensorError:  # the index names another file than the one that has it
+            return None
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor."""
+        found = self._found(name)
+        assert found is not None, f"{name} has been found before"
+        tensor: Tensor = self._files[self._path_of[found]].get_tensor(found)
+        return tensor
+
+    def _found(self, name: str) -> str | None:
+        names = (name, name.removeprefix(self._prefix))
+        return next((each for each in names if each in self._path_of), None)
 
 
 def export_model(
@@ -109,73 +144,111 @@ def export_model(
     dtype: torch.dtype | None = None,
     eod: int | None = None,
     files: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Write the checkpoint's weights as a Hugging Face model; `output` appears whole or not at all.
+    shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Write the checkpoint's weights as a Hugging Face model, and return the name of transformers' class.
+
+    `output` appears whole or not at all.
 
     dtype: that of the file, the checkpoint's own when None.  eod: the end-of-document id, if known.  files: further
-    files of the model, text by name.
-    Raises CheckpointError when the checkpoint is damaged or not of this model, or when output exists already.
+    files of the model, text by name.  shard_bytes: the most bytes of tensors in a file, if it has several.
+    Raises CheckpointError when transformers has no such model, when the checkpoint is damaged or not of this model, or
+    when output exists already.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise CheckpointError(Problem(f"--output {output}", "it must not exist yet, or be an empty folder"))
-    tensors = {}
-    for row in name_table(config):
-        value = to_theirs(checkpoint.read_full(row.ours), row.form)
-        tensors[row.theirs] = value.to(dtype or value.dtype).contiguous()
-    described = their_config(config, vocab_size=tensors["transformer.wte.weight"].shape[0], eod=eod)
-    described["dtype"] = str(tensors["transformer.wte.weight"].dtype).removeprefix("torch.")
-    _publish(output, {CONFIG_FILE: json.dumps(described, indent=2) + "\n", **files}, tensors)
+    family = family_of(config)
+    word = checkpoint.read_full("embedding.word.weight")
+    vocab_size, dtype = word.shape[0], dtype or word.dtype
+    del word
+    shapes = full_shapes(config, vocab_size)
+    rows = list(family.rows(shapes))
+    described = their_config(config, vocab_size=vocab_size, eod=eod)
+    described["dtype"] = str(dtype).removeprefix("torch.")
+    with _appearing(output) as folder:
+        for name, text in {CONFIG_FILE: json.dumps(described, indent=2) + "\n", **files}.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        shards = list(_shards(rows, shapes, shard_bytes // dtype.itemsize))
+        index: dict[str, str] = {}
+        for number, shard in enumerate(shards):
+            name = WEIGHTS_FILE if len(shards) == 1 else f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+            tensors = {}
+            for row in shard:
+                values = row.form.to_theirs([checkpoint.read_full(ours) for ours in row.ours])
+                for theirs, value in zip(row.theirs, values, strict=True):
+                    tensors[theirs] = value.to(dtype).contiguous()
+            index |= dict.fromkeys(tensors, name)
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+            # safetensors makes a file that only its owner may read, whatever the umask allows.
+            (folder / name).chmod((folder / CONFIG_FILE).stat().st_mode)
+        if len(shards) > 1:
+            total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+            (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+    return family.architecture
+
+
+def _shards(rows: Iterable[Row], shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[list[Row]]:
+    """Yield the rows of one file after the other; none has more than `most` elements, unless it has a single row."""
+    held: list[Row] = []
+    total = 0
+    for row in rows:
+        numel = sum(math.prod(shapes[name]) for name in row.ours)
+        if held and total + numel > most:
+            yield held
+            held, total = [], 0
+        held.append(row)
+        total += numel
+    yield held
 
 
 def read_model(folder: Path) -> ImportedModel:
-    """Read the model in a Hugging Face folder.  Raises CheckpointError with all that is missing or does not fit."""
+    """Open the model in a Hugging Face folder.  Raises CheckpointError with all that is missing or does not fit."""
     described = _read_config(folder / CONFIG_FILE)
     config = our_config(described, given=str(folder / CONFIG_FILE))
-    path = folder / WEIGHTS_FILE
+    family = FAMILIES[described["model_type"]]
+    files = TensorFiles(folder, prefix=family.prefix)
+    if config.num_layers > len(files):
+        given = f"{folder / CONFIG_FILE}: {config.num_layers} layers"
+        raise CheckpointError(Problem(given, f"{files.path} has tensors for every layer, {len(files)} in all"))
+    shapes = full_shapes(config, described["vocab_size"])
+    rows = list(family.rows(shapes))
+    raise_problems(CheckpointError, (problem for row in rows for problem in _mismatches(files, row, shapes)))
+    by_name = {name: row for row in rows for name in row.ours}
+    return ImportedModel(config, described["vocab_size"], ImportedWeights(by_name, files, shapes))
+
+
+def _mismatches(files: TensorFiles, row: Row, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+    wanted = row.form.to_theirs([torch.empty(shapes[name], device="meta") for name in row.ours])
+    for name, tensor in zip(row.theirs, wanted, strict=True):
+        found, shape = files.shape(name), list(tensor.shape)
+        if found != shape:
+            actual = "is missing" if found is None else f"has shape {found}"
+            yield Problem(f"{files.path}: {name} {actual}", f"by {CONFIG_FILE} it is a tensor of shape {shape}")
+
+
+def _opened(path: Path) -> Any:
     try:
         open_regular(path).close()  # safetensors would wait for a FIFO
-        with safe_open(path, framework="pt") as file:
-            keys = set(file.keys())
-            if config.num_layers > len(keys):
-                given = f"{folder / CONFIG_FILE}: n_layer {config.num_layers}"
-                raise CheckpointError(Problem(given, f"{path} has tensors for every layer, {len(keys)} in all"))
-            shapes = full_shapes(config, described["vocab_size"])
-            found = {row: _find(row, keys) for row in name_table(config)}
-            problems = [_mismatch(path, file, row, key, shapes[row.ours]) for row, key in found.items()]
-            raise_problems(CheckpointError, filter(None, problems))
-            weights = {
-                row.ours: to_ours(file.get_tensor(key), row.form, shapes[row.ours]) for row, key in found.items()
-            }
+        return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(Problem(f"{path}: {error}", "must be a safetensors file")) from error
-    return ImportedModel(config, described["vocab_size"], weights)
 
 
-def _find(row: NamePair, keys: set[str]) -> str | None:
-    """Return the name that the file uses: one written by the bare GPT2Model, such as OpenAI's, has no prefix."""
-    names = (row.theirs, row.theirs.removeprefix("transformer."))
-    return next((name for name in names if name in keys), None)
-
-
-def _mismatch(path: Path, file: Any, row: NamePair, key: str | None, shape: tuple[int, ...]) -> Problem | None:
-    wanted = list(to_theirs(torch.empty(shape, device="meta"), row.form).shape)
-    found = None if key is None else list(file.get_slice(key).get_shape())
-    if found == wanted:
-        return None
-    actual = "is missing" if found is None else f"has shape {found}"
-    return Problem(f"{path}: {row.theirs} {actual}", f"by {CONFIG_FILE} it is a tensor of shape {wanted}")
-
-
-def to_theirs(value: Tensor, form: Form) -> Tensor:
-    """Convert megazero's full logical tensor to the layout of transformers."""
-    if form == "same":
-        return value
-    return value.flatten() if form == "flat" else value.flatten(0, -2).T
-
-
-def to_ours(value: Tensor, form: Form, shape: tuple[int, ...]) -> Tensor:
-    """Convert a tensor of transformers to megazero's full logical one, of `shape`."""
-    return (value.T if form == "conv1d" else value).reshape(shape).contiguous()
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file of every tensor, which lies in the index's own folder."""
+    found = _read_json(path, most=_MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise CheckpointError(Problem(str(path), "its weight_map has the file of every tensor"))
+    raise_problems(
+        CheckpointError,
+        (
+            Problem(f"{path}: {name!r}", "names a file of the same folder")
+            for name in sorted(set(found.values()))
+            if Path(name).name != name or "\0" in name
+        ),
+    )
+    return found
 
 
 def full_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
@@ -189,20 +262,14 @@ def full_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ..
 
 def their_config(config: ModelConfig, *, vocab_size: int, eod: int | None) -> dict[str, Any]:
     """Return the content of transformers' `config.json` for a model."""
+    family = family_of(config)
     return {
-        **_SAME_MODEL,
-        "architectures": ["GPT2LMHeadModel"],
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        **family.fixed,
         "vocab_size": vocab_size,
-        "n_positions": max_position_embeddings(config),
-        "n_embd": config.hidden_size,
-        "n_layer": config.num_layers,
-        "n_head": config.num_attention_heads,
-        "n_inner": ffn_hidden_size(config),
-        "layer_norm_epsilon": config.norm_epsilon,
+        **family.described(config),
         "initializer_range": config.init_method_std,
-        "resid_pdrop": config.hidden_dropout,
-        "embd_pdrop": config.hidden_dropout,
-        "attn_pdrop": config.attention_dropout,
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
         "bos_token_id": eod,
         "eos_token_id": eod,
@@ -210,43 +277,59 @@ def their_config(config: ModelConfig, *, vocab_size: int, eod: int | None) -> di
 
 
 def our_config(described: Mapping[str, Any], *, given: str) -> ModelConfig:
-    """Return the model that a `config.json` describes.  Raises CheckpointError when megazero has no such GPT-2."""
-    other = {name: described[name] for name, value in _SAME_MODEL.items() if described.get(name, value) != value}
-    needed = ("vocab_size", "n_embd", "n_layer", "n_head")
-    missing = [name for name in needed if type(described.get(name)) is not int]
-    large = [name for name, value in described.items() if type(value) is int and abs(value) >= _MAX_NUMBER]
+    """Return the model that a `config.json` describes.  Raises CheckpointError when megazero has no such model."""
+    kind = described.get("model_type", "gpt2")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        rule = f"a model of {', '.join(FAMILIES)}"
+        raise CheckpointError(Problem(f"{given}: model_type {str(kind)[:80]!r}", rule))
+    found = {name: described.get(name, family.defaults.get(name, value)) for name, value in family.fixed.items()}
     problems = [
-        Problem(f"{given}: {name} {other[name]!r}", "only GPT-2 is supported", str(_SAME_MODEL[name])) for name in other
+        Problem(f"{given}: {name} {found[name]!r}", f"only this kind of {kind} is supported", str(value))
+        for name, value in family.fixed.items()
+        if found[name] != value
     ]
-    problems += [Problem(f"{given}: {name} {described.get(name)!r}", "is a whole number") for name in missing]
+    large = [name for name, value in described.items() if type(value) is int and abs(value) >= _MAX_NUMBER]
     problems += [Problem(f"{given}: {name} {str(described[name])[:80]}", f"is below {_MAX_NUMBER}") for name in large]
-    if not problems and described["n_embd"] % max(1, described["n_head"]):
-        problems = [
-            Problem(f"{given}: n_embd {described['n_embd']}, n_head {described['n_head']}", "n_head divides n_embd")
-        ]
     raise_problems(CheckpointError, problems)
     try:
+        settings = family.settings(described)
+    except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
+        told = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(Problem(f"{given}: {told}", f"describes a model of type {kind}")) from error
+    whole = ("num_layers", "hidden_size", "num_attention_heads")
+    wrong = {name: settings[name] for name in whole if type(settings[name]) is not int or settings[name] < 1}
+    if type(described.get("vocab_size")) is not int:
+        wrong["vocab_size"] = described.get("vocab_size")
+    raise_problems(
+        CheckpointError, (Problem(f"{given}: {name} {value!r}", "is a whole number") for name, value in wrong.items())
+    )
+    heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+    if settings.get("kv_channels") in (None, hidden // heads) and hidden % heads:
+        raise CheckpointError(
+            Problem(f"{given}: width {hidden}, {heads} heads", "the number of heads divides the width")
+        )
+    if settings.get("kv_channels") == hidden // heads:
+        del settings["kv_channels"]  # as where nothing is said
+    try:
         return ModelConfig(
-            num_layers=described["n_layer"],
-            hidden_size=described["n_embd"],
-            num_attention_heads=described["n_head"],
-            seq_length=described.get("n_positions", 1024),
+            **settings,
             vocab_size=described["vocab_size"],
-            ffn_hidden_size=described.get("n_inner"),
-            hidden_dropout=described.get("resid_pdrop", 0.1),
-            attention_dropout=described.get("attn_pdrop", 0.1),
             init_method_std=described.get("initializer_range", 0.02),
-            norm_epsilon=described.get("layer_norm_epsilon", 1e-5),
-            untie_embeddings_and_output_weights=not described.get("tie_word_embeddings", True),
+            untie_embeddings_and_output_weights=not described.get("tie_word_embeddings", family.ties),
         )
     except ValidationError as error:
-        found = (Problem(f"{given}: {each['loc'][-1]} {each['input']!r}", each["msg"]) for each in error.errors())
-        raise CheckpointError(*found) from error
+        told_all = (Problem(f"{given}: {each['loc'][-1]} {each['input']!r}", each["msg"]) for each in error.errors())
+        raise CheckpointError(*told_all) from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    return _read_json(path, most=_MAX_CONFIG_BYTES)
+
+
+def _read_json(path: Path, *, most: int) -> dict[str, Any]:
     try:
-        described = parse_json(read_bounded(path, _MAX_CONFIG_BYTES).decode())
+        described = parse_json(read_bounded(path, most).decode())
     except (OSError, ValueError) as error:
         raise CheckpointError(Problem(f"{path}: {error}", "must be the JSON file of a Hugging Face model")) from error
     if not isinstance(described, dict):
@@ -254,16 +337,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     return described
 
 
-def _publish(output: Path, texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Write all files to a temporary folder, sync them to disk, rename the folder."""
+@contextmanager
+def _appearing(output: Path) -> Iterator[Path]:
+    """Give a temporary folder to write to, which is synced to disk and becomes `output` at the end."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        for name, text in texts.items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        save_file(dict(tensors), temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-        # safetensors makes a file that only its owner may read, whatever the umask allows.
-        (temporary / WEIGHTS_FILE).chmod((temporary / CONFIG_FILE).stat().st_mode)
+        yield temporary
         for path in (*temporary.iterdir(), temporary):
             sync_path(path)
         os.replace(temporary, output)

@@ -1,4 +1,4 @@
-"""Convert checkpoints to Hugging Face GPT-2 models, and back.
+"""Convert checkpoints to Hugging Face models, and back: GPT-2, Llama, Mistral, Qwen 2 and 3, BLOOM, Falcon.
 
 megazero convert export --load runs/demo --output runs/demo_hf
 megazero convert import --input gpt2/ --save runs/gpt2    (to train on: --load runs/gpt2 --finetune)
@@ -31,7 +31,10 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = Flags(prog="megazero convert", description="Convert checkpoints to and from Hugging Face GPT-2 models.")
+    parser = Flags(
+        prog="megazero convert",
+        description="Convert checkpoints to and from Hugging Face models.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", allow_abbrev=False, help="write a model that transformers loads")
     export.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
@@ -82,8 +85,10 @@ def export_command(options: argparse.Namespace, console: Console) -> None:
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
     tokenizer = export_tokenizer(config, options, vocab_size=saved_vocab_size(checkpoint))
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    export_model(checkpoint, config.model, options.output, dtype=dtype, eod=tokenizer.eod, files=tokenizer.files)
-    console.line(f"{options.output}: step {checkpoint.step}, for transformers' GPT2LMHeadModel.from_pretrained")
+    architecture = export_model(
+        checkpoint, config.model, options.output, dtype=dtype, eod=tokenizer.eod, files=tokenizer.files
+    )
+    console.line(f"{options.output}: step {checkpoint.step}, for transformers' {architecture}.from_pretrained")
     console.line(tokenizer.line)
 
 
@@ -96,7 +101,6 @@ def import_command(options: argparse.Namespace, console: Console) -> None:
     from megazero.checkpoint.huggingface import read_model
     from megazero.checkpoint.writer import Draft, save
     from megazero.comm.local import LocalCommunicator
-    from megazero.parallel.param_spec import ParamSpec, StateFragment
 
     if steps := list_steps(options.save):
         given = f"--save {options.save}, which has {steps[-1].path.name}"
@@ -107,11 +111,7 @@ def import_command(options: argparse.Namespace, console: Console) -> None:
         training=TrainingConfig(micro_batch_size=1, train_iters=1),
         optimizer=OptimizerConfig(lr=1e-5),
     )
-    fragments = []
-    for name, weight in imported.weights.items():
-        shape = tuple(weight.shape)
-        spec = ParamSpec(name, shape, shape, (0,) * len(shape))
-        fragments.append(StateFragment(spec, "weight", 0, spec.numel, weight.float().view(-1)))
+    fragments = list(imported.weights.fragments())
     draft = Draft(options.save, 0, TrainState(LossScale(1.0)).to_json(), to_yaml(config))
     folder = save(draft, fragments, control=LocalCommunicator())
     total = sum(math.prod(fragment.spec.full_shape) for fragment in fragments)
