@@ -126,7 +126,12 @@ def rotary_width_is_even(config: RunConfig, world_size: int) -> Iterator[Problem
         yield Problem(
             f"--position-embedding-type rope with {width} of a head's {head} elements rotated",
             "rotary positions turn pairs of elements: their number, the head's width x rotary_percent, is even",
-            ", ".join([*(f"--rotary-percent {size / head:g}" for size in legal[:1]), "--kv-channels WIDTH"]),
+            ", ".join(
+                [
+                    *(f"--rotary-percent {math.ceil(1e6 * size / head) / 1e6:g}" for size in legal[:1]),
+                    "--kv-channels WIDTH",
+                ]
+            ),
         )
 
 

@@ -128,7 +128,8 @@ def _reconciled(checkpoint: Checkpoint, schedule: LearningRate, config: RunConfi
 
 
 def _check_fits(checkpoint: Checkpoint, config: RunConfig, *, vocab_size: int) -> None:
-    check_model(checkpoint, replace(config.model, vocab_size=vocab_size))
+    goes_on = not config.checkpoint.finetune
+    check_model(checkpoint, replace(config.model, vocab_size=vocab_size), goes_on=goes_on)
     model = _meta_model(config, vocab_size=vocab_size)
     kinds: tuple[str, ...] = ("weight",)
     if not _takes_weights_only(config):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megazero.config import derived
+from megazero.config.model import ModelConfig
 from megazero.config.run import RunConfig
 from megazero.data.samples import SampleSource
 from megazero.train.inputs import RunInputs
@@ -48,7 +49,8 @@ def outline(config: RunConfig, world_size: int, inputs: RunInputs, *, source: Pa
     count = derived.num_parameters(model, inputs.vocab_size)
     yield (
         f"model: {counted(model.num_layers, 'layer')} of width {model.hidden_size},"
-        f" {counted(model.num_attention_heads, 'head')}; {count:,} parameters ({format_count(count)}); vocabulary"
+        f" {counted(model.num_attention_heads, 'head')}{_kind(model)}; {count:,} parameters ({format_count(count)});"
+        " vocabulary"
         f" {inputs.vocab_size}, padded to {padded}"
     )
     data = config.data
@@ -61,3 +63,18 @@ def outline(config: RunConfig, world_size: int, inputs: RunInputs, *, source: Pa
     start = "initial weights" if source is None else f"{source}{', its parameters alone' * config.checkpoint.finetune}"
     saved = "nothing is saved" if config.checkpoint.save is None else f"saves to {config.checkpoint.save}"
     yield f"start: from {start}; {saved}"
+
+
+def _kind(model: ModelConfig) -> str:
+    """Return what the model has that GPT-2 has not, each after a comma."""
+    groups = derived.num_key_value_heads(model)
+    found = {
+        f"keys and values of {groups}": groups != model.num_attention_heads,
+        model.normalization: model.normalization != "LayerNorm",
+        model.position_embedding_type: model.position_embedding_type in ("rope", "alibi"),
+        "no positions": model.position_embedding_type == "none",
+        "SwiGLU": model.swiglu,
+        "squared ReLU": model.squared_relu,
+        "no biases": model.disable_bias_linear,
+    }
+    return "".join(f", {words}" for words, is_there in found.items() if is_there)

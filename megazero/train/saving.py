@@ -19,6 +19,7 @@ from megazero.checkpoint.state import TrainState
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.mesh import Mesh
 from megazero.command_line.parse import from_yaml
+from megazero.config import derived
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.config.run import FIELDS, CheckpointConfig, RunConfig
@@ -176,17 +177,22 @@ def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> N
     )
 
 
-def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
+def check_model(checkpoint: Checkpoint, model: ModelConfig, *, goes_on: bool) -> None:
     """Raise CheckpointError with the settings that give the model another shape than the saved one has.
 
+    goes_on: whether the saved run goes on; another one may begin from its parameters with other rotary positions.
     `check_shapes` finds the same mismatch tensor by tensor, without the settings that cause it.
     """
     try:
         saved = from_yaml(checkpoint.config_yaml, origin=str(checkpoint.folder)).model
     except ConfigError:  # a checkpoint of another version, whose settings this one cannot read
         return
-    pairs = zip(_shaping_settings(model), _shaping_settings(saved), strict=True)
-    differ = {given.flag: (given.value, found.value) for given, found in pairs if given.value != found.value}
+    before = dict(_shaping_settings(saved, goes_on=goes_on))
+    differ = {
+        flag: (value, before[flag])
+        for flag, value in _shaping_settings(model, goes_on=goes_on)
+        if flag in before and value != before[flag]
+    }
     if "--hidden-size" in differ and model.ffn_hidden_size is None:
         differ.pop("--ffn-hidden-size", None)  # derived from the hidden size
     raise_problems(
@@ -204,17 +210,47 @@ def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
 
 class _Setting(NamedTuple):
     flag: str
-    value: int | bool | None
+    value: int | float | bool | str | None
 
 
-def _shaping_settings(model: ModelConfig) -> Iterator[_Setting]:
-    """Yield the settings that determine the parameters' shapes, with derived values for those that were left out."""
+_ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+)
+_KINDS = (
+    "normalization",
+    "swiglu",
+    "squared_relu",
+    "disable_bias_linear",
+    "qk_layernorm",
+    "embed_layernorm",
+)
+
+
+def _shaping_settings(model: ModelConfig, *, goes_on: bool) -> Iterator[_Setting]:
+    """Yield the settings that determine the model, with derived values for those that were left out.
+
+    Most determine parameters' shapes; by the others the same parameters would compute something else.
+    """
     yield _Setting("--num-layers", model.num_layers)
     yield _Setting("--hidden-size", model.hidden_size)
     yield _Setting("--num-attention-heads", model.num_attention_heads)
     yield _Setting("--ffn-hidden-size", ffn_hidden_size(model))
-    positions = "--seq-length" if model.max_position_embeddings is None else "--max-position-embeddings"
-    yield _Setting(positions, max_position_embeddings(model))
+    yield _Setting("--kv-channels", derived.head_width(model))
+    yield _Setting("--num-query-groups", derived.num_key_value_heads(model))
+    yield _Setting("--position-embedding-type", model.position_embedding_type)
+    if model.position_embedding_type == "learned_absolute":
+        positions = "--seq-length" if model.max_position_embeddings is None else "--max-position-embeddings"
+        yield _Setting(positions, max_position_embeddings(model))
+    if model.position_embedding_type == "rope" and goes_on:
+        for name in _ROTARY:
+            yield _Setting(f"--{name.replace('_', '-')}", getattr(model, name))
+    for name in _KINDS:
+        yield _Setting(f"--{name.replace('_', '-')}", getattr(model, name))
+    yield _Setting("--add-qkv-bias", derived.has_qkv_bias(model))
     yield _Setting("--vocab-size", model.vocab_size)
     yield _Setting("--untie-embeddings-and-output-weights", model.untie_embeddings_and_output_weights)
 

@@ -68,7 +68,32 @@ MODELS = {
 }
 
 
-@each("name", PRESETS)
+# Parameters as published: with all matrices, norms and biases, and both ends.
+KIN = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "bloom-560m": 559_214_592,
+    "bloom-176b": 176_247_271_424,
+}
+
+
+def test_every_preset_is_checked() -> None:
+    assert PRESETS.keys() == MODELS.keys() | KIN.keys() and not MODELS.keys() & KIN.keys()
+
+
+@each("name", KIN)
+def test_llama_and_its_kin_have_as_many_parameters_as_published(name: str) -> None:
+    model = ModelConfig(**dict(PRESETS[name]))
+    assert model.vocab_size is not None
+    assert derived.num_parameters(model, model.vocab_size) == built(model) == KIN[name]
+
+
+@each("name", MODELS)
 def test_a_preset_has_the_published_shape_and_as_many_parameters_as_are_built(name: str) -> None:
     row = dict(PRESETS[name])
     layers, hidden, heads, expected = MODELS[name]

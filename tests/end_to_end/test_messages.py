@@ -65,6 +65,34 @@ ROWS: dict[str, Row] = {
         {"--tensor-model-parallel-size": "2", "--ffn-hidden-size": "33"},
         ("feed-forward width 33", "divides its width", "--ffn-hidden-size 32, --ffn-hidden-size 34"),
     ),
+    "groups do not divide the heads": Row(
+        {"--group-query-attention": "", "--num-query-groups": "3"},
+        ("--num-query-groups 3 --num-attention-heads 4", "divides num_attention_heads", "--num-query-groups 2"),
+    ),
+    "groups are neither more than processes nor shared evenly": Row(
+        {
+            "--num-attention-heads": "12",
+            "--hidden-size": "48",
+            "--group-query-attention": "",
+            "--num-query-groups": "4",
+            "--tensor-model-parallel-size": "6",
+        },
+        (
+            "--tensor-model-parallel-size 6 --num-query-groups 4",
+            "divides num_query_groups, or is a multiple",
+            "-size 3",
+        ),
+        ranks=6,
+    ),
+    "an odd width is to be rotated": Row(
+        {"--position-embedding-type": "rope", "--kv-channels": "7"},
+        ("7 of a head's 7 elements rotated", "is even", "--rotary-percent 0.857143", "--kv-channels WIDTH"),
+    ),
+    "two activations": Row({"--swiglu": "", "--squared-relu": ""}, ("--swiglu --squared-relu", "one activation")),
+    "a bias of attention for a kernel that takes none": Row(
+        {"--position-embedding-type": "alibi", "--attention-backend": "flash", "--device": "cuda"},
+        ("--position-embedding-type alibi --attention-backend flash", "takes no mask", "--attention-backend auto"),
+    ),
     "processes do not divide": Row(
         {"--tensor-model-parallel-size": "4"},
         ("6 processes with --tensor-model-parallel-size 4", "divides the number of processes", "4 processes, 8"),
@@ -159,13 +187,12 @@ ROWS: dict[str, Row] = {
         ("3 configuration errors", "--hidden-dropout 1.5", "less than 1", "--seed -1", "at least 0", "--lr 0"),
     ),
     "flags without a meaning here": Row(
-        {"--decoder-first-pipeline-num-layers": "1", "--swiglu": ""},
+        {"--decoder-first-pipeline-num-layers": "1", "--glu-activation": "swiglu"},
         (
             "--decoder-first-pipeline-num-layers",
             "--pipeline-split",
-            "--swiglu",
-            "the model is GPT-2",
-            "leave out --swiglu",
+            "--glu-activation swiglu",
+            "--swiglu in place of --glu-activation",
         ),
     ),
     "two precisions": Row({"--bf16": "", "--fp16": ""}, ("--bf16 and --fp16", "both set --precision", "one of the")),
