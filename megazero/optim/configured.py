@@ -1,7 +1,8 @@
 """Makes the inner optimizer of a configuration for the parameters of a model, in runs and in the library."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch.optim import Optimizer
 
 from megazero.config.choices import OptimizerChoice
 from megazero.optim.inner import AdamWSettings, Elementwise, FusedAdamW
+from megazero.optim.lion import Lion
 from megazero.optim.torch_optimizer import TorchOptimizer
 from megazero.parallel.param_spec import named_specs
 
+_OWN: Mapping[str, type[Optimizer]] = MappingProxyType({"Lion": Lion})  # those that torch has not got
 _KERNEL_PARAMS = {"betas", "eps", "weight_decay"}
 
 
@@ -44,7 +47,7 @@ def make_optimizer(
 
 def make_torch_optimizer(choice: OptimizerChoice, params: Iterable[Any]) -> Optimizer:
     """Make the torch optimizer of a configuration over parameters or param groups."""
-    kind: Callable[..., Optimizer] = getattr(torch.optim, choice.type)
+    kind: Callable[..., Optimizer] = _OWN.get(choice.type) or getattr(torch.optim, choice.type)
     with torch._C.DisableTorchFunctionSubclass():  # Adagrad makes its state at once, from the shapes alone
         return kind(params, lr=choice.lr, **choice.params)
 

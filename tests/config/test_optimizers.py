@@ -8,11 +8,14 @@ from support.each import each
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.fields import describe
 from megazero.config.optimizers import IMPLEMENTATION, OPTIMIZERS, REFUSED_OPTIMIZERS, RUN_NAMES, run_settings
+from megazero.optim.lion import Lion
+
+OWN = {"Lion": Lion}  # those that torch has not got
 
 
 @each("name", OPTIMIZERS)
-def test_arguments_and_defaults_are_torchs(name: str) -> None:
-    arguments = inspect.signature(getattr(torch.optim, name)).parameters
+def test_arguments_and_defaults_are_those_of_the_class(name: str) -> None:
+    arguments = inspect.signature(OWN.get(name) or getattr(torch.optim, name)).parameters
     ours = {"lr": OPTIMIZERS[name].lr} | {key: info.default for key, info in OPTIMIZERS[name].params.items()}
     theirs = {
         key: argument.default
@@ -50,4 +53,5 @@ def test_settings_of_a_run_are_parameters_of_its_optimizers() -> None:
         own = run_settings(kind)
         assert set(own) <= set(optimizer.params) and {n for names in own.values() for n in names} <= set(settings)
     assert run_settings("SGD") == {"momentum": ("sgd_momentum",), "weight_decay": ("weight_decay",)}
+    assert run_settings("Lion")["betas"] == ("lion_beta1", "lion_beta2")
     assert "momentum" not in run_settings("RMSprop") and not run_settings("Rprop")

@@ -211,7 +211,7 @@ def test_adam_is_adamw_unless_told_otherwise(params: dict[str, Any], kind: str, 
         ),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing", 'type: "AdamW"'),
         ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type is missing", 'type: "WarmupLR"'),
-        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type: "Lamb"', "AdamW"),
+        ({"optimizer": {"type": "Muon"}}, 'optimizer.type: "Muon"', "AdamW"),
         ({"optimizer": {"type": "Adam", "adam_w_mode": True}}, "optimizer.adam_w_mode: true", "type"),
         ({"optimizer": {"type": "Adam", "eps": 1e-6}}, "optimizer.eps: 1e-06", "optimizer.params.eps: 1e-06"),
         (
