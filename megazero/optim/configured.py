@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megazero.config.choices import OptimizerChoice
+from megazero.config.choices import OptimizerChoice, defaults_of
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.optim.inner import AdamWSettings, Elementwise, FusedAdamW
+from megazero.optim.lamb import Lamb
 from megazero.optim.lion import Lion
 from megazero.optim.torch_optimizer import TorchOptimizer
 from megazero.parallel.param_spec import named_specs
@@ -21,11 +23,13 @@ _KERNEL_PARAMS = {"betas", "eps", "weight_decay"}
 
 def make_optimizer(
     choice: OptimizerChoice, model: nn.Module, decoupled: frozenset[str] = frozenset()
-) -> FusedAdamW | Elementwise:
-    """Make AdamW with the fused kernel, or any other torch optimizer with a decayed and an undecayed param group.
+) -> FusedAdamW | Lamb | Elementwise:
+    """Make AdamW with the fused kernel, LAMB, or a torch optimizer with a decayed and an undecayed param group.
 
     decoupled: names of parameters with weight decay that have a param group, and a learning rate, of their own.
     """
+    if choice.type == "Lamb":
+        return Lamb(defaults_of(OPTIMIZERS[choice.type].params) | dict(choice.params), decoupled)
     others = {name for name, value in choice.params.items() if name not in _KERNEL_PARAMS and value}
     if choice.type == "AdamW" and not others:
         # torch's defaults for arguments that were left out, read from its signature: to make a torch optimizer would

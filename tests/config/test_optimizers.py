@@ -4,6 +4,7 @@ import inspect
 
 import torch
 from support.each import each
+from support.published_optimizers import PublishedLamb
 
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.fields import describe
@@ -13,7 +14,7 @@ from megazero.optim.lion import Lion
 OWN = {"Lion": Lion}  # those that torch has not got
 
 
-@each("name", OPTIMIZERS)
+@each("name", [name for name in OPTIMIZERS if name != "Lamb"])
 def test_arguments_and_defaults_are_those_of_the_class(name: str) -> None:
     arguments = inspect.signature(OWN.get(name) or getattr(torch.optim, name)).parameters
     ours = {"lr": OPTIMIZERS[name].lr} | {key: info.default for key, info in OPTIMIZERS[name].params.items()}
@@ -23,6 +24,12 @@ def test_arguments_and_defaults_are_those_of_the_class(name: str) -> None:
         if key not in ("params", "differentiable", *IMPLEMENTATION)
     }
     assert ours == theirs
+
+
+def test_lambs_parameters_and_defaults_are_deepspeeds() -> None:
+    ours = {"lr": OPTIMIZERS["Lamb"].lr} | {key: info.default for key, info in OPTIMIZERS["Lamb"].params.items()}
+    assert ours == {key: value for key, value in PublishedLamb.DEFAULTS.items() if key != "maximize"}
+    assert [name for name, optimizer in OPTIMIZERS.items() if optimizer.measures] == ["Lamb"]
 
 
 def test_every_optimizer_of_torch_is_there_or_refused() -> None:

@@ -253,6 +253,12 @@ def test_it_is_frozen_and_strict() -> None:
         ({"zero": {}, "parallel": {}}, "config: parallel: {}", "no key of this name", "optimizer"),
         ({"zero": {}, "optimiser": {}}, "config: optimiser: {}", "no key of this name", "optimizer"),
         ({"zero": {}, "optimizer": {"kind": "SGD"}}, 'config: optimizer.kind: "SGD"', "no key", "lr, params, type"),
+        (
+            {"zero": {"offload_optimizer": "cpu", "delayed_parameter_update": True}, "optimizer": {"type": "Lamb"}},
+            "config: zero.delayed_parameter_update with optimizer Lamb",
+            "norms of whole parameters",
+            "leave out zero.delayed_parameter_update, or one of AdamW",
+        ),
         ({"zero": {}, "optimizer": {"type": "Muon"}}, 'config: optimizer.type: "Muon"', "refused", "AdamW"),
         ({"zero": {}, "optimizer": {"params": {"lr": 1}}}, "config: optimizer.params.lr: 1", "beside", "optimizer.lr"),
         ({"optimizer": {"type": "SGD", "lr": None}}, "config: optimizer.lr: null", "a number, at least 0", "number"),

@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "RMSprop": {"momentum": 0.5, "centered": True},
     "Rprop": {},
     "ASGD": {"t0": 1.0},
+    "Lamb": {"betas": (0.8, 0.95), "weight_decay": 0.1, "max_coeff": 2.0},
     "Lion": {"betas": (0.8, 0.95), "weight_decay": 0.1},
 }
 LR = 0.02
@@ -84,7 +85,7 @@ def test_by_name(kind: str, stage: int) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "NAdam", "RMSprop", "Lion"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "NAdam", "RMSprop", "Lamb", "Lion"])
 def test_by_name_on_several_ranks(kind: str) -> None:
     expected = plain(kind).weights
     for stage in (1, 2, 3):
