@@ -331,6 +331,9 @@ def optimizer_conflicts(
             "the first factor shrinks a step, the second grows it",
             "[0.5, 1.2]",
         )
+    if "min_coeff" in values and values["min_coeff"] > values["max_coeff"]:
+        given = f"{location.key('min_coeff').quote(values['min_coeff'])} with max_coeff: {values['max_coeff']:g}"
+        yield Problem(given, "the least trust ratio is at most the largest", f"min_coeff: 0 to {values['max_coeff']:g}")
     if "step_sizes" in values and values["step_sizes"][0] > values["step_sizes"][1]:
         yield Problem(
             location.key("step_sizes").quote(values["step_sizes"]), "the least step comes first", "[1e-06, 50.0]"

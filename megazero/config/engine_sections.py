@@ -449,8 +449,12 @@ class LimitConfig:
 class OptimizerConfig:
     """The update rule and the learning rate; weight decay is not applied to biases and layer norms."""
 
-    optimizer: Literal["adam", "sgd", "adagrad", "adadelta", "adamax", "nadam", "radam", "rmsprop", "rprop", "asgd"] = (
-        setting("adam", help="update rule, torch's of this name; adam is AdamW, whose weight decay is decoupled")
+    optimizer: Literal[
+        "adam", "sgd", "adagrad", "adadelta", "adamax", "nadam", "radam", "rmsprop", "rprop", "asgd", "lamb", "lion"
+    ] = setting(
+        "adam",
+        help="update rule, torch's of this name; adam is AdamW, whose weight decay is decoupled; lamb:"
+        " Adam's direction, in a step as long as a parameter is large; lion: steps along signs",
     )
     optimizer_params: tuple[str, ...] = setting(
         (),
@@ -489,10 +493,14 @@ class OptimizerConfig:
         0.01, help="weight decay, times the learning rate each step; of the optimizers that have one", ge=0
     )
     adam_beta1: float = setting(
-        0.9, help="decay of the first moment, of adam, adamax, nadam and radam; so are the next two", ge=0, lt=1
+        0.9, help="decay of the first moment, of adam, adamax, nadam, radam and lamb; so are the next two", ge=0, lt=1
     )
     adam_beta2: float = setting(0.999, help="decay of the second moment", ge=0, lt=1)
     adam_eps: float = setting(1e-8, help="added to the root of the second moment", gt=0)
+    lion_beta1: float = setting(
+        0.95, help="weight of lion's average of gradients, against the last one, in its step", ge=0, lt=1
+    )
+    lion_beta2: float = setting(0.98, help="decay of lion's average of gradients", ge=0, lt=1)
     sgd_momentum: float = setting(0.9, help="momentum of sgd", ge=0)
     clip_grad: float = setting(1.0, help="largest global gradient norm; 0 clips nothing", ge=0)
     override_opt_param_scheduler: bool = setting(

@@ -1,9 +1,11 @@
 """The tables of optimizers: the parameters of each, the settings of a run that set them, and why others are refused.
 
-An optimizer is a class of torch.optim that updates every element independently of the others, so that it may run on
-flat slices of parameters; its parameters have torch's names and defaults.  The library's configuration uses torch's
-names of optimizers; a run uses Megatron-LM's, where `adam` is AdamW.  Some settings of a run (--adam-beta1,
---sgd-momentum, --weight-decay) are parameters under their own flags; all others are given by --optimizer-params.
+An optimizer is a class of torch.optim, or one of `megazero/optim` that torch has not got, which updates every element
+independently of the others, so that it may run on flat slices of parameters; its parameters have torch's names and
+defaults.  LAMB alone needs norms of whole parameters beside, which are summed over the ranks.  The library's
+configuration uses torch's names of optimizers; a run uses Megatron-LM's, where `adam` is AdamW.  Some settings of a run
+(--adam-beta1, --lion-beta1, --sgd-momentum, --weight-decay) are parameters under their own flags; all others are given
+by --optimizer-params.
 """
 
 from collections.abc import Mapping
@@ -23,10 +25,14 @@ _MOMENTUM = parameter("momentum", "float", 0.0, ge=0)
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A class of torch.optim: torch's default learning rate for it, and the descriptions of its arguments."""
+    """An optimizer's default learning rate, torch's for a class of torch.optim, and descriptions of its arguments.
+
+    measures: whether its step of a parameter needs norms over all of it.
+    """
 
     lr: float
     params: Mapping[str, FieldInfo]
+    measures: bool = False
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
@@ -96,6 +102,20 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 _MAXIMIZE,
             ),
         ),
+        "Lamb": Optimizer(
+            1e-3,
+            by_name(
+                _BETAS,
+                _EPS,
+                _NO_DECAY,
+                parameter("bias_correction", "bool", True),
+                parameter("eps_inside_sqrt", "bool", False),
+                parameter("min_coeff", "float", 0.01, ge=0),
+                parameter("max_coeff", "float", 10.0, gt=0),
+            ),
+            measures=True,
+        ),
+        "Lion": Optimizer(1e-4, by_name(parameter("betas", "pair", (0.9, 0.99), ge=0, lt=1), _NO_DECAY, _MAXIMIZE)),
     }
 )
 
@@ -110,11 +130,9 @@ _MUP = "it scales learning rates by shapes that only the mup package knows"
 
 REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
     {
-        "Lamb": _WHOLE,
         "OneBitLamb": _COMPRESSED,
         "OneBitAdam": _COMPRESSED,
         "ZeroOneAdam": _COMPRESSED,
-        "Lion": "torch has no such optimizer",
         "Muon": _WHOLE,
         "Adafactor": _WHOLE,
         "LBFGS": "it evaluates the model several times a step",
@@ -137,10 +155,12 @@ DECOUPLED = _DECOUPLED.name
 def run_settings(kind: str) -> Mapping[str, tuple[str, ...]]:
     """Return the settings of a run that set parameters of the optimizer `kind`, by parameter.
 
-    The settings of Adam serve every optimizer that has betas.
+    The settings of Adam serve every optimizer that has betas, but for Lion, whose betas are others.
     """
     params = OPTIMIZERS[kind].params
     adams = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",)} if "betas" in params else {}
+    if kind == "Lion":
+        adams = {"betas": ("lion_beta1", "lion_beta2")}
     momentum = {"momentum": ("sgd_momentum",)} if kind == "SGD" else {}
     decay = {"weight_decay": ("weight_decay",)} if "weight_decay" in params else {}
     return MappingProxyType({**adams, **momentum, **decay})

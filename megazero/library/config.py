@@ -52,7 +52,7 @@ from megazero.dialects.deepspeed.reading import ParsedFile, read, read_file
 from megazero.dialects.deepspeed.sections import EngineParts, engine_parts
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.rules import moot
-from megazero.rules.states import STATE_RULES
+from megazero.rules.states import STATE_RULES, late_updates_need_no_norms
 
 __all__ = [
     "BatchSizes",
@@ -373,6 +373,9 @@ def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
 
     for problem in (problem for rule in STATE_RULES for problem in rule(parts.zero, parts.precision, spell)):
         yield replace(problem, given=f"{location}: {problem.given}")
+    if parts.optimizer is not None:
+        for problem in late_updates_need_no_norms(parts.optimizer.type, parts.zero, spell):
+            yield replace(problem, given=f"{location}: {problem.given}")
     yield from _undecidable(parts.activations, location)
     yield from _decoupled_problems(parts.optimizer, parts.scheduler, location)
 

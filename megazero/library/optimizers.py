@@ -23,7 +23,7 @@ class EngineOptimizer(NamedTuple):
 
     inner: the optimizer of flat pieces.  groups: its param groups, whose options every update reads.
     kind: the name of its class ("AdamW"), `NO_OPTIMIZER` without one.  given: the torch optimizer from which it was
-    made, None for the fused AdamW.  decoupled: the positions of groups whose rate is decoupled.
+    made, None for the fused AdamW and for LAMB.  decoupled: the positions of groups whose rate is decoupled.
     """
 
     inner: InnerOptimizer

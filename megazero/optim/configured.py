@@ -1,28 +1,35 @@
 """Makes the inner optimizer of a configuration for the parameters of a model, in runs and in the library."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megazero.config.choices import OptimizerChoice
+from megazero.config.choices import OptimizerChoice, defaults_of
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.optim.inner import AdamWSettings, Elementwise, FusedAdamW
+from megazero.optim.lamb import Lamb
+from megazero.optim.lion import Lion
 from megazero.optim.torch_optimizer import TorchOptimizer
 from megazero.parallel.param_spec import named_specs
 
+_OWN: Mapping[str, type[Optimizer]] = MappingProxyType({"Lion": Lion})  # those that torch has not got
 _KERNEL_PARAMS = {"betas", "eps", "weight_decay"}
 
 
 def make_optimizer(
     choice: OptimizerChoice, model: nn.Module, decoupled: frozenset[str] = frozenset()
-) -> FusedAdamW | Elementwise:
-    """Make AdamW with the fused kernel, or any other torch optimizer with a decayed and an undecayed param group.
+) -> FusedAdamW | Lamb | Elementwise:
+    """Make AdamW with the fused kernel, LAMB, or a torch optimizer with a decayed and an undecayed param group.
 
     decoupled: names of parameters with weight decay that have a param group, and a learning rate, of their own.
     """
+    if choice.type == "Lamb":
+        return Lamb(defaults_of(OPTIMIZERS[choice.type].params) | dict(choice.params), decoupled)
     others = {name for name, value in choice.params.items() if name not in _KERNEL_PARAMS and value}
     if choice.type == "AdamW" and not others:
         # torch's defaults for arguments that were left out, read from its signature: to make a torch optimizer would
@@ -44,7 +51,7 @@ def make_optimizer(
 
 def make_torch_optimizer(choice: OptimizerChoice, params: Iterable[Any]) -> Optimizer:
     """Make the torch optimizer of a configuration over parameters or param groups."""
-    kind: Callable[..., Optimizer] = getattr(torch.optim, choice.type)
+    kind: Callable[..., Optimizer] = _OWN.get(choice.type) or getattr(torch.optim, choice.type)
     with torch._C.DisableTorchFunctionSubclass():  # Adagrad makes its state at once, from the shapes alone
         return kind(params, lr=choice.lr, **choice.params)
 

@@ -3,14 +3,15 @@
 `FusedAdamW` is torch's fused kernel on flat tensors, with its moments in the engine's shards; `found_inf` is an
 argument of the kernel: on overflow weights, moments and step count stay untouched, without a branch on the host.
 `Elementwise` runs any torch optimizer that works element by element, which owns its state.
+`megazero/optim/lamb.py` has one whose step of a parameter needs norms over all of it, which ranks add up before.
 
-Both take gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size buffer
+All take gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size buffer
 before its update; unscaling and clipping are one factor there, and on a GPU the cast is a part of the multiplication.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +49,15 @@ class StepInputs(NamedTuple):
     lr: learning rate; None: param groups have their own.  factor: the factor of gradients (unscaling and clipping).
     found_inf: float32, 1 if the step is to be skipped; None where no step is ever skipped.
     options: those of all groups at this step; None: those that the groups have when their runs are updated.
+    squares: of an optimizer that measures, the sums of what `measure` has returned, [2, parameters], and for the update
+    of one parameter [2]; on the device that updates.
     """
 
     lr: float | None
     factor: Tensor
     found_inf: Tensor | None
     options: Sequence[Mapping[str, Any]] | None = None
+    squares: Tensor | None = None
 
     def for_masters(self, dtype: torch.dtype) -> "StepInputs":
         """Return the inputs with the factor as products with master weights of `dtype` take it: of this dtype, [1].
@@ -124,6 +128,21 @@ class InnerOptimizer(Protocol):
         """
 
 
+@runtime_checkable
+class MeasuringOptimizer(InnerOptimizer, Protocol):
+    """An optimizer whose update of a parameter needs figures of all of it, which other ranks may have parts of.
+
+    Before the updates of a step every rank measures what it updates, in parts of one parameter each; the figures are
+    summed over the ranks, each element counted once, and a part's update has those of its parameter.
+    """
+
+    def measure(self, part: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> Tensor:
+        """Prepare the update of elements of one parameter; return two figures of them, float64 [2].
+
+        `update` takes the same elements later in the step, perhaps in other parts, without their gradient.
+        """
+
+
 @dataclass(frozen=True)
 class AdamWSettings:
     """The constants of AdamW (Loshchilov and Hutter, arXiv 1711.05101); weight decay is decoupled."""
@@ -134,26 +153,26 @@ class AdamWSettings:
     weight_decay: float
 
 
-class FusedAdamW:
-    """AdamW; weight decay applies to parameters whose spec has `decay`.
+class WithMoments:
+    """What optimizers have in common whose state is the two moments of Adam in the engine's shards.
 
-    decoupled: names of parameters, with weight decay, that have a learning rate of their own, in a group of their own.
-    groups: the options of the two groups as torch's AdamW names them ("betas"), which every update reads; "lr" is read
-    where the update is given no rate.
+    groups: the options of the groups, which every update reads; "lr" is read where the update is given no rate.
+    Weight decay applies to parameters whose spec has `decay`.
     """
 
     moments = kinds = ("exp_avg", "exp_avg_sq")
-    skips_on_host = False
 
-    def __init__(self, settings: AdamWSettings, decoupled: frozenset[str] = frozenset()) -> None:
+    def __init__(self, common: Mapping[str, Any], weight_decay: float, decoupled: frozenset[str]) -> None:
+        """common: options of all groups.  decoupled: names of parameters, with weight decay, that have a learning rate
+        of their own, in a group of their own.
+        """
         self._decoupled = decoupled
-        common = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
         self.groups: Mapping[int, dict[str, Any]] = {
             UNDECAYED: {**common, "weight_decay": 0.0},
-            DECAYED: {**common, "weight_decay": settings.weight_decay},
+            DECAYED: {**common, "weight_decay": weight_decay},
         }
         if decoupled:
-            self.groups = {**self.groups, DECOUPLED: {**common, "weight_decay": settings.weight_decay}}
+            self.groups = {**self.groups, DECOUPLED: {**common, "weight_decay": weight_decay}}
 
     @property
     def options(self) -> list[dict[str, Any]]:
@@ -179,9 +198,19 @@ class FusedAdamW:
     def start(self, index: int, numbers: Mapping[str, float] | None) -> None:
         """Do nothing: the engine has made the moments, and counts steps itself."""
 
+
+class FusedAdamW(WithMoments):
+    """AdamW by torch's fused kernel."""
+
+    skips_on_host = False
+
+    def __init__(self, settings: AdamWSettings, decoupled: frozenset[str] = frozenset()) -> None:
+        common = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+        super().__init__(common, settings.weight_decay, decoupled)
+
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         numel = run.master.numel()
-        piece = min(numel, _CACHED_NUMEL) if run.master.device.type == "cpu" else numel
+        piece = piece_numel(run)
         lease = buffers.lease(piece, run.master.dtype)
         for start in range(0, numel, piece):
             self._update_piece(run.part(start, start + piece), step, inputs, lease.tensor)
@@ -195,7 +224,7 @@ class FusedAdamW:
         beta1, beta2 = options["betas"]
         torch._fused_adamw_(
             [run.master],
-            [_scaled(run.gradient, inputs.factor, memory)],
+            [scaled(run.gradient, inputs.factor, memory)],
             [run.moments["exp_avg"]],
             [run.moments["exp_avg_sq"]],
             [],
@@ -259,7 +288,7 @@ class Elementwise:
             return
         position = self._positions[index]
         lease = buffers.lease(run.master.numel(), run.master.dtype)
-        gradient = _scaled(run.gradient, inputs.factor, lease.tensor)
+        gradient = scaled(run.gradient, inputs.factor, lease.tensor)
         is_away = not self._runs[index].master.numel()  # between two updates, with its state, if it has any
         if is_away:
             self.optimizer.attach(position, run.master, run.moments)
@@ -280,7 +309,13 @@ class Elementwise:
             self.optimizer.start(self._positions[index], numbers)
 
 
-def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:
+def piece_numel(run: Run) -> int:
+    """Return the elements of a run that are updated at once: on a CPU what stays in its cache, else all."""
+    numel = run.master.numel()
+    return min(numel, _CACHED_NUMEL) if run.master.device.type == "cpu" else numel
+
+
+def scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:
     """Return gradient * factor, written to `memory` in its dtype; detached, in case the pass had create_graph."""
     gradient, target = gradient.detach(), memory[: gradient.numel()]
     if gradient.dtype != target.dtype and gradient.device.type == "cpu":

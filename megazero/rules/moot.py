@@ -470,6 +470,8 @@ _OPTIMIZER_OF: Mapping[str, str] = MappingProxyType(
         "adam_beta1": "adam",
         "adam_beta2": "adam",
         "adam_eps": "adam",
+        "lion_beta1": "lion",
+        "lion_beta2": "lion",
         "sgd_momentum": "sgd",
     }
 )
@@ -726,7 +728,7 @@ RUN: tuple[Row[RunConfig], ...] = (
         ),
         {"lr_decay_style": "OneCycle"},
     ),
-    Row(("adam_beta1",), _momentum_is_cycled),
+    Row(("adam_beta1", "lion_beta1"), _momentum_is_cycled),
     Row(
         _DECAY_LENGTHS,
         lambda c: (

@@ -43,6 +43,8 @@ def choose_for_run(config: OptimizerConfig, diagnostics: Diagnostics) -> Optimiz
         "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2,
         "adam_eps": config.adam_eps,
+        "lion_beta1": config.lion_beta1,
+        "lion_beta2": config.lion_beta2,
         "sgd_momentum": config.sgd_momentum,
         "weight_decay": config.weight_decay,
     }

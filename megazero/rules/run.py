@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megazero.config import derived
 from megazero.config.nearest import flags, near_divisors, neighbours
+from megazero.config.optimizers import RUN_NAMES
 from megazero.config.run import RunConfig
 from megazero.config.step_sizes import RAMPUP, SCHEDULE, read_rampup, read_schedule
 from megazero.config.validate import Unknown
@@ -21,7 +22,7 @@ from megazero.rules import files as file_rules
 from megazero.rules import float8 as float8_rules
 from megazero.rules import pipeline as pipeline_rules
 from megazero.rules.optimizer import choose_for_run, sweep_for_run
-from megazero.rules.states import STATE_RULES, StateRule, shard_groups_are_equal
+from megazero.rules.states import STATE_RULES, StateRule, late_updates_need_no_norms, shard_groups_are_equal
 from megazero.units import counted
 
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -567,6 +568,11 @@ def _with_flags(rule: StateRule) -> Rule:
     return of_the_run
 
 
+def late_updates_are_elementwise(config: RunConfig, world_size: int) -> Iterable[Problem]:
+    kind = RUN_NAMES[config.optimizer.optimizer]
+    return late_updates_need_no_norms(kind, config.zero, lambda name: "--" + name.replace("_", "-"))
+
+
 def shard_groups_divide_replicas(config: RunConfig, world_size: int) -> Iterable[Problem]:
     if world_size % derived.model_parallel_size(config):
         return ()  # the layout has a problem of its own
@@ -625,6 +631,7 @@ RULES: tuple[Rule, ...] = (
     weight_decay_has_both_ends,
     schedule_has_one_source,
     *map(_with_flags, STATE_RULES),
+    late_updates_are_elementwise,
     shard_groups_divide_replicas,
     *pipeline_rules.RULES,
     *activation_rules.RULES,

@@ -11,6 +11,7 @@ from pathlib import Path
 from megazero.config import derived
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.config.nearest import near_divisors
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.errors import Problem
 from megazero.operating_system import ALIGNMENT
 from megazero.units import counted
@@ -143,6 +144,15 @@ def late_updates_have_their_gradients(zero: ZeroConfig, precision: PrecisionConf
         given = f"{spell('delayed_parameter_update')} and {spell('offload_gradients_nvme')}"
         rule = "gradients of the next step would come to the files while those of this one are read from there"
         yield Problem(given, rule, f"{spell('delayed_parameter_update')}, or {spell('offload_gradients_nvme')}")
+
+
+def late_updates_need_no_norms(optimizer: str, zero: ZeroConfig, spell: Spell) -> Iterator[Problem]:
+    """Yield the problem of an optimizer, by its name in the table, that cannot update beside the next step."""
+    if zero.delayed_parameter_update and OPTIMIZERS[optimizer].measures:
+        others = [name for name, each in OPTIMIZERS.items() if not each.measures]
+        given = f"{spell('delayed_parameter_update')} with optimizer {optimizer}"
+        rule = f"{optimizer} needs norms of whole parameters, which all processes sum up before any is updated"
+        yield Problem(given, rule, f"leave out {spell('delayed_parameter_update')}, or one of {', '.join(others)}")
 
 
 STATE_RULES: tuple[StateRule, ...] = (

@@ -243,6 +243,7 @@ class Engine:
             reads_ahead=zero.offload_pipeline_read,
             num_at_once=zero.delayed_parameter_update_start if zero.delayed_parameter_update else None,
             counted_at=self._coordinates,
+            world=self.world,
             names=settings.parameter_names,
             timers=settings.timers,
         )

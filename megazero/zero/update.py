@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megazero.comm.interface import Communicator
 from megazero.memory.copies import ARRIVED, Arrival
 from megazero.memory.homes import StateHome
 from megazero.memory.lease import Scratch
 from megazero.optim.grad_norm import first_overflow
-from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
+from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, MeasuringOptimizer, Run, StepInputs, advance
 from megazero.parallel.param_spec import StateElsewhere, StateFragment
 from megazero.timers import Timers
 from megazero.zero.gradient_norms import GradientNorms
@@ -98,6 +100,7 @@ class ShardUpdate:
         reads_ahead: bool = True,
         num_at_once: int | None = None,
         counted_at: Mapping[str, int],
+        world: Communicator,
         timers: Timers,
         names: Sequence[str] = (),
     ) -> None:
@@ -107,11 +110,15 @@ class ShardUpdate:
         num_at_once: the optimizer's first steps that are not late; after them updates of what does not live on the
         device run beside the next step.  None: no step is late.
         counted_at: this rank's coordinates on the axes over which parameters may be replicated ({"tp": 1}).
-        names: the parameters that `LocalNorms.first_overflow` counts; without them, those of the layout.
+        world: all ranks, over which figures of parameters are summed for an optimizer that measures.
+        names: the parameters that `LocalNorms.first_overflow` and these figures count, the same on all ranks; without
+        them, those of the layout.
         """
         self._shards = shards
         self._publisher = publisher
         self._optimizer = optimizer
+        self._measuring = optimizer if isinstance(optimizer, MeasuringOptimizer) else None
+        self._world = world
         self._timers = timers
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
@@ -132,11 +139,11 @@ class ShardUpdate:
             slot.spec.name for section in shards.layout.sections if section.trainable for slot in section.slots
         )
         device = shards.optimizer_step.device
-        index_of = {name: index for index, name in enumerate(self.parameter_names)}
+        self._index_of = {name: index for index, name in enumerate(self.parameter_names)}
         partition = [
             (bucket, fragment) for bucket in self._buckets for fragment in bucket.fragments_in(shards.partition(bucket))
         ]
-        indices = [index_of[fragment.spec.name] for _, fragment in partition]
+        indices = [self._index_of[fragment.spec.name] for _, fragment in partition]
         self._fragment_parameters = torch.tensor(indices, dtype=torch.int32, device=device)
         slots = [slot for section in shards.layout.sections for slot in section.slots]
         self._left_out = {slot.spec.name for slot in slots if slot.group == NOT_UPDATED}
@@ -202,6 +209,8 @@ class ShardUpdate:
             self._left_alone[name] += flag if inputs.found_inf is None else flag * (1.0 - inputs.found_inf)
         inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
         steps = {home: _at_home(home, step, inputs) for home in self._homes}
+        if self._measuring is not None:
+            steps = self._measure(self._measuring, steps, buffers, absent)
         late_steps = {
             home: at_home.at_present(self._optimizer.options)
             for home, at_home in steps.items()
@@ -224,6 +233,53 @@ class ShardUpdate:
                     self._leave(self.runs[index].sub_group, is_last=index == indices[-1])
         if late:
             self._late.begin(late)
+
+    def _measure(
+        self,
+        optimizer: MeasuringOptimizer,
+        steps: Mapping[StateHome, "_HomeStep"],
+        buffers: Scratch,
+        absent: Mapping[str, Tensor],
+    ) -> dict[StateHome, "_HomeStep"]:
+        """Return the steps with the figures of all parameters, after a pass over what this rank updates.
+
+        Every element is measured on all ranks that update it, and counted on one.
+        """
+        squares = torch.zeros(2, len(self.parameter_names), dtype=torch.float64, device=self._shards.device)
+        for index, owned in enumerate(self.runs):
+            home = self._shards.home(owned.bucket)
+            memory = home.scratch(buffers)
+            self._fetch_next()
+            if (at_home := self._step_of(owned, steps[home], absent)) is not None:
+                with self._timers.measure("optimizer-inner-step"):
+                    for part, counts_for in self._measured_parts(owned):
+                        run = self._tensors(owned, part)
+                        found = optimizer.measure(run, at_home.step, at_home.inputs, buffers=memory)
+                        if counts_for is not None:
+                            squares[:, counts_for] += found.to(squares.device)
+                        del run  # what is in files stays in memory as long as it is referred to
+            if self._is_last_of_sub_group(index):
+                self._store(owned.sub_group, ARRIVED)
+        self._world.all_reduce_scalars(squares).wait()
+        return {
+            home: at_home._replace(inputs=at_home.inputs._replace(squares=squares.to(home.device)))
+            for home, at_home in steps.items()
+        }
+
+    def _measured_parts(self, owned: OwnedRun) -> Iterator[tuple[Range, int | None]]:
+        """Yield the parts of a run by parameter, with the parameter's index where they count on this rank.
+
+        Only what this rank partitions counts, in every stage, of a parameter that several ranks hold alike on one of
+        them; and not the vocabulary's padding, which lies behind a rank's rows.
+        """
+        partition = self._shards.partition(owned.bucket)
+        for spec, start, _, (first, last) in owned.bucket.fragments_in(owned.within):
+            is_counted = owned.group != NOT_UPDATED and spec.is_counted_on(self._coordinates)
+            padding = first + max(spec.box.numel - start, 0)
+            cuts = sorted({first, last, *(cut for cut in (*partition, padding) if first < cut < last)})
+            for begin, end in pairwise(cuts):
+                counts = is_counted and partition.start <= begin < partition.stop and begin < padding
+                yield Range(begin, end), self._index_of[spec.name] if counts else None
 
     def states_on_device(self) -> list[Tensor]:
         """Return the tensors of the device that hold the optimizer's state."""
@@ -302,11 +358,16 @@ class ShardUpdate:
     def _update_run(self, index: int, at_home: "_HomeStep", absent: Mapping[str, Tensor], memory: Scratch) -> None:
         owned = self.runs[index]
         self._fetch_next()
-        if owned.parameter:
-            self._update_parameter(index, at_home, absent.get(owned.parameter), memory)
-        else:  # no name for the tensors: what is in files stays in memory as long as it is referred to
-            step, inputs = at_home
+        if (of_run := self._step_of(owned, at_home, absent)) is None:
+            return
+        step, inputs = of_run
+        # No name for the tensors: what is in files stays in memory as long as it is referred to.
+        if inputs.squares is None:
             self._optimizer.update(index, self._tensors(owned), step, inputs, buffers=memory)
+            return
+        for spec, _, _, part in owned.bucket.fragments_in(owned.within):
+            of_parameter = inputs._replace(squares=inputs.squares[:, self._index_of[spec.name]])
+            self._optimizer.update(index, self._tensors(owned, part), step, of_parameter, buffers=memory)
 
     def _is_last_of_sub_group(self, index: int) -> bool:
         following = self.runs[index + 1].sub_group if index + 1 < len(self.runs) else None
@@ -410,18 +471,23 @@ class ShardUpdate:
         )
         return sum(tensor.nbytes for state in kept for tensor in state.values())
 
-    def _update_parameter(self, index: int, at_home: _HomeStep, absent: Tensor | None, buffers: Scratch) -> None:
-        """Update a run of one parameter, which has taken fewer steps than the others, unless the flag is 1."""
-        owned, (step, inputs) = self.runs[index], at_home
-        left = self._left_alone[owned.parameter]
+    def _step_of(self, owned: OwnedRun, at_home: _HomeStep, flags: Mapping[str, Tensor]) -> _HomeStep | None:
+        """Return the step of a run; None if the host leaves it alone.
+
+        A run of one parameter may have taken fewer steps than the others, and a flag of 1 leaves it as it is.
+        """
+        if not owned.parameter:
+            return at_home
+        step, inputs = at_home
+        left, absent = self._left_alone[owned.parameter], flags.get(owned.parameter)
         step = step - (left if left.device == step.device else left.to(step.device))
         if absent is not None:
             if self._optimizer.skips_on_host and bool(absent.item()):
-                return
+                return None
             absent = absent if absent.device == step.device else absent.to(step.device)
             found_inf = absent if inputs.found_inf is None else torch.maximum(inputs.found_inf, absent)
             inputs = inputs._replace(found_inf=found_inf)
-        self._optimizer.update(index, self._tensors(owned), step, inputs, buffers=buffers)
+        return _HomeStep(step, inputs)
 
     def _separate(self, name: str) -> None:
         """Divide the runs that a parameter lies in, so that its elements are runs of their own from here on."""
@@ -460,11 +526,13 @@ class ShardUpdate:
         nothing = torch.empty(0, dtype=self._shards.plan.optimizer.dtype)
         return Run(nothing, nothing, {}, owned.group)
 
-    def _tensors(self, owned: OwnedRun) -> Run:
-        """Return the tensors of a run; those at home in files come to host memory for it."""
+    def _tensors(self, owned: OwnedRun, part: Range | None = None) -> Run:
+        """Return the tensors of a run, or of a part of it; those at home in files come to host memory for it."""
+        within = owned.within if part is None else part
         if owned.tensors is not None:
-            return owned.tensors
-        shards, bucket, within = self._shards, owned.bucket, owned.within
+            start = owned.within.start
+            return owned.tensors if part is None else owned.tensors.part(part.start - start, part.stop - start)
+        shards, bucket = self._shards, owned.bucket
         moments = {kind: shards.moment(kind, bucket, within) for kind in shards.kinds_of(bucket)}
         return Run(shards.master(bucket, within), shards.reduced_gradient(bucket, within), moments, owned.group)
 

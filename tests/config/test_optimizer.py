@@ -10,6 +10,7 @@ from megazero.config.engine_sections import OptimizerConfig
 def test_defaults_are_megatrons() -> None:
     optimizer = OptimizerConfig(lr=1e-3)
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.999, 1e-8)
+    assert (optimizer.lion_beta1, optimizer.lion_beta2) == (0.95, 0.98)
     assert (optimizer.weight_decay, optimizer.clip_grad, optimizer.min_lr) == (0.01, 1.0, 0.0)
     assert (optimizer.lr_decay_style, optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == ("linear", 0, None)
 
@@ -25,7 +26,7 @@ def test_defaults_are_megatrons() -> None:
         ("clip_grad", -1),
         ("lr_warmup_fraction", 1.0),
         ("lr_decay_style", "polynomial"),
-        ("optimizer", "lion"),
+        ("optimizer", "lyon"),
     ],
 )
 def test_out_of_range_is_refused(name: str, value: object) -> None:

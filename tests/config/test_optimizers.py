@@ -4,15 +4,19 @@ import inspect
 
 import torch
 from support.each import each
+from support.published_optimizers import PublishedLamb
 
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.fields import describe
 from megazero.config.optimizers import IMPLEMENTATION, OPTIMIZERS, REFUSED_OPTIMIZERS, RUN_NAMES, run_settings
+from megazero.optim.lion import Lion
+
+OWN = {"Lion": Lion}  # those that torch has not got
 
 
-@each("name", OPTIMIZERS)
-def test_arguments_and_defaults_are_torchs(name: str) -> None:
-    arguments = inspect.signature(getattr(torch.optim, name)).parameters
+@each("name", [name for name in OPTIMIZERS if name != "Lamb"])
+def test_arguments_and_defaults_are_those_of_the_class(name: str) -> None:
+    arguments = inspect.signature(OWN.get(name) or getattr(torch.optim, name)).parameters
     ours = {"lr": OPTIMIZERS[name].lr} | {key: info.default for key, info in OPTIMIZERS[name].params.items()}
     theirs = {
         key: argument.default
@@ -20,6 +24,12 @@ def test_arguments_and_defaults_are_torchs(name: str) -> None:
         if key not in ("params", "differentiable", *IMPLEMENTATION)
     }
     assert ours == theirs
+
+
+def test_lambs_parameters_and_defaults_are_deepspeeds() -> None:
+    ours = {"lr": OPTIMIZERS["Lamb"].lr} | {key: info.default for key, info in OPTIMIZERS["Lamb"].params.items()}
+    assert ours == {key: value for key, value in PublishedLamb.DEFAULTS.items() if key != "maximize"}
+    assert [name for name, optimizer in OPTIMIZERS.items() if optimizer.measures] == ["Lamb"]
 
 
 def test_every_optimizer_of_torch_is_there_or_refused() -> None:
@@ -50,4 +60,5 @@ def test_settings_of_a_run_are_parameters_of_its_optimizers() -> None:
         own = run_settings(kind)
         assert set(own) <= set(optimizer.params) and {n for names in own.values() for n in names} <= set(settings)
     assert run_settings("SGD") == {"momentum": ("sgd_momentum",), "weight_decay": ("weight_decay",)}
+    assert run_settings("Lion")["betas"] == ("lion_beta1", "lion_beta2")
     assert "momentum" not in run_settings("RMSprop") and not run_settings("Rprop")

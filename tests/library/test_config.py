@@ -171,9 +171,9 @@ def test_a_configuration_made_in_python_is_checked_and_completed() -> None:
     assert config.optimizer.params["momentum"] == 0.9 and config.optimizer.params["dampening"] == 0.0
     assert config.scheduler is not None and config.scheduler.params["warmup_num_steps"] == 1000
     activations = ActivationConfig(recompute_granularity="full", number_checkpoints=2)
-    bad = replace(made, optimizer=OptimizerChoice(type="Lion"), zero=_divided_twice(), activations=activations)
+    bad = replace(made, optimizer=OptimizerChoice(type="Muon"), zero=_divided_twice(), activations=activations)
     assert [item.given for item in problems(bad)] == [
-        'config: optimizer.type: "Lion"',
+        'config: optimizer.type: "Muon"',
         "config: zero.prescale_gradients and zero.gradient_predivide_factor 2",
         'config: activations.recompute_granularity: "full"',
         "config: activations.number_checkpoints: 2",
@@ -253,6 +253,12 @@ def test_it_is_frozen_and_strict() -> None:
         ({"zero": {}, "parallel": {}}, "config: parallel: {}", "no key of this name", "optimizer"),
         ({"zero": {}, "optimiser": {}}, "config: optimiser: {}", "no key of this name", "optimizer"),
         ({"zero": {}, "optimizer": {"kind": "SGD"}}, 'config: optimizer.kind: "SGD"', "no key", "lr, params, type"),
+        (
+            {"zero": {"offload_optimizer": "cpu", "delayed_parameter_update": True}, "optimizer": {"type": "Lamb"}},
+            "config: zero.delayed_parameter_update with optimizer Lamb",
+            "norms of whole parameters",
+            "leave out zero.delayed_parameter_update, or one of AdamW",
+        ),
         ({"zero": {}, "optimizer": {"type": "Muon"}}, 'config: optimizer.type: "Muon"', "refused", "AdamW"),
         ({"zero": {}, "optimizer": {"params": {"lr": 1}}}, "config: optimizer.params.lr: 1", "beside", "optimizer.lr"),
         ({"optimizer": {"type": "SGD", "lr": None}}, "config: optimizer.lr: null", "a number, at least 0", "number"),
@@ -291,14 +297,14 @@ def test_all_problems_come_at_once() -> None:
     content = {
         "zero": {"zero_stage": 9, "colour": "red"},
         "precision": {"precision": "fp8"},
-        "optimizer": {"type": "Lamb"},
+        "optimizer": {"type": "Muon"},
         "scheduler": {"type": "TwoCycles"},
         "train_batch_size": "many",
     }
     assert len(problems(content)) == 6
     foreign = {
         "zero_optimization": {"stage": 9, "colour": "red"},
-        "optimizer": {"type": "Lamb"},
+        "optimizer": {"type": "Muon"},
         "amp": {"enabled": True},
     }
     assert len(problems(foreign)) == 4

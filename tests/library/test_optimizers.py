@@ -1,4 +1,4 @@
-"""Tests every elementwise optimizer of torch on partitioned state: chosen by name, given, or made by a function."""
+"""Tests every elementwise optimizer on partitioned state: chosen by name, given, or made by a function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.any_models import CASES, History, inputs_of, make, train_plain
 from support.processes import mesh_in_worker, run_ranks
+from support.published_optimizers import reference_class
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -34,6 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "RMSprop": {"momentum": 0.5, "centered": True},
     "Rprop": {},
     "ASGD": {"t0": 1.0},
+    "Lamb": {"betas": (0.8, 0.95), "weight_decay": 0.1, "max_coeff": 2.0},
+    "Lion": {"betas": (0.8, 0.95), "weight_decay": 0.1},
 }
 LR = 0.02
 
@@ -62,7 +65,7 @@ def by_name(rank: int, kind: str, stage: int, dp: int) -> dict[str, Tensor]:
 
 
 def plain(kind: str) -> History:
-    return train_plain(NAME, STEPS, lambda p: getattr(torch.optim, kind)(p, lr=LR, **OPTIONS[kind]))
+    return train_plain(NAME, STEPS, lambda p: reference_class(kind)(p, lr=LR, **OPTIONS[kind]))
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -82,7 +85,7 @@ def test_by_name(kind: str, stage: int) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "NAdam", "RMSprop"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "NAdam", "RMSprop", "Lamb", "Lion"])
 def test_by_name_on_several_ranks(kind: str) -> None:
     expected = plain(kind).weights
     for stage in (1, 2, 3):

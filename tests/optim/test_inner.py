@@ -169,7 +169,7 @@ def test_the_factor_is_not_rounded_to_the_gradients_precision(gradient: torch.dt
     scaled = torch.mul(values, given.factor, out=torch.empty(len(values), dtype=master))
     expected = (values.double() / 3).to(master)
     torch.testing.assert_close(scaled, expected, rtol=1e-15 if master == torch.float64 else 2e-7, atol=0)
-    assert torch.equal(scaled, inner._scaled(values, given.factor, torch.empty_like(scaled)))
+    assert torch.equal(scaled, inner.scaled(values, given.factor, torch.empty_like(scaled)))
 
 
 def test_decay_without_gradient() -> None:

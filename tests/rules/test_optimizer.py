@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.configs import make_run
 from support.each import each
+from support.published_optimizers import reference_class
 
 from megazero.config.choices import OptimizerChoice
 from megazero.config.engine_sections import OptimizerConfig
@@ -25,8 +26,9 @@ def test_settings_of_a_run_are_parameters(name: str) -> None:
     choice = of_run(optimizer=name)
     assert (choice.type, choice.lr) == (RUN_NAMES[name], 0.125)
     assert choice.params.keys() == OPTIMIZERS[choice.type].params.keys()
-    assert choice.params.get("betas", (0.9, 0.999)) == (0.9, 0.999) and choice.params.get("weight_decay", 0.01) == 0.01
-    getattr(torch.optim, choice.type)([torch.zeros(2, requires_grad=True)], lr=choice.lr, **choice.params)
+    betas = (0.95, 0.98) if name == "lion" else (0.9, 0.999)
+    assert choice.params.get("betas", betas) == betas and choice.params.get("weight_decay", 0.01) == 0.01
+    reference_class(choice.type)([torch.zeros(2, requires_grad=True)], lr=choice.lr, **choice.params)
 
 
 def test_parameters_that_are_no_settings() -> None:

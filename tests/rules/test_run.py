@@ -272,6 +272,12 @@ def test_a_valid_run_has_no_problem() -> None:
             "--prescale-gradients and --gradient-predivide-factor 2",
             "--gradient-predivide-factor 1, or leave out --prescale-gradients",
         ),
+        (
+            1,
+            {"optimizer": "lamb", "offload_optimizer": "cpu", "delayed_parameter_update": True},
+            "--delayed-parameter-update with optimizer Lamb",
+            "leave out --delayed-parameter-update, or one of AdamW",
+        ),
     ],
 )
 def test_a_broken_rule(world_size: int, settings: dict[str, Any], given: str, legal: str) -> None:

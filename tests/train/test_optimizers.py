@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_ranks
+from support.published_optimizers import reference_class
 from support.reference import decayed, gradients, mean_loss
 from support.small_runs import VOCAB, DrawnSamples, core_on_rank, owned_boxes, reference_batch, tiny_run, train_run
 from support.training import Saved, assemble, first_weights
@@ -61,6 +62,12 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
     "rprop": ({"optimizer_params": ("etas=0.4,1.3",)}, "Rprop", {"etas": (0.4, 1.3)}),
     "asgd": ({"optimizer_params": ("t0=1",)}, "ASGD", {"t0": 1.0, "weight_decay": 0.1}),
+    "lamb": (
+        {"adam_beta1": 0.8, "optimizer_params": ("max_coeff=0.5",)},
+        "Lamb",
+        {"betas": (0.8, 0.999), "weight_decay": 0.1, "max_coeff": 0.5},
+    ),
+    "lion": ({"lion_beta1": 0.8}, "Lion", {"betas": (0.8, 0.98), "weight_decay": 0.1}),
 }
 
 
@@ -93,7 +100,7 @@ def plain_weights(
         {"params": [value for name, value in live.items() if not decayed(name)], **no_decay},
         {"params": [live[name] for name in ends]},
     ]
-    optimizer = getattr(torch.optim, kind)(groups, lr=LR, **options)
+    optimizer = reference_class(kind)(groups, lr=LR, **options)
     for step in range(STEPS):
         loss = mean_loss(live, reference_batch(step * GLOBAL_BATCH, GLOBAL_BATCH, masked=False))
         grads = gradients(loss, live)
@@ -127,8 +134,9 @@ def train_on_rank(
                 decoupled_lr=schedule.decoupled_at(step),
             )
             training_step(parts, next(loader), controls)
+    saved = owned_boxes(core)  # also of states in files, which end with the engine
     core.engine.close()
-    return owned_boxes(core)
+    return saved
 
 
 def weights(ranks: list[list[Saved]]) -> dict[str, Tensor]:
@@ -170,9 +178,46 @@ def test_steps_are_torchs(case: str, stage: int) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("case", "stage", "dp", "tp"), [("sgd", 2, 2, 1), ("nadam", 3, 2, 1), ("adamax", 1, 1, 2)])
+@pytest.mark.parametrize(
+    ("case", "stage", "dp", "tp"),
+    [
+        ("sgd", 2, 2, 1),
+        ("nadam", 3, 2, 1),
+        ("adamax", 1, 1, 2),
+        ("lamb", 0, 2, 1),
+        ("lamb", 0, 2, 2),
+        ("lamb", 1, 4, 1),
+        ("lamb", 1, 2, 2),
+        ("lamb", 2, 2, 2),
+        ("lamb", 3, 4, 1),
+        ("lamb", 3, 2, 2),
+        ("lion", 1, 4, 1),
+        ("lion", 2, 2, 2),
+        ("lion", 3, 2, 2),
+    ],
+)
 def test_steps_are_torchs_on_several_ranks(case: str, stage: int, dp: int, tp: int) -> None:
     close(weights(run_ranks(dp * tp, train_on_rank, case, stage, dp, tp)), plain_weights(case))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("case", "stage", "home"),
+    [
+        ("lamb", 1, "cpu"),
+        ("lamb", 3, "cpu"),
+        ("lamb", 2, "nvme"),
+        ("lion", 1, "cpu"),
+        ("lion", 3, "cpu"),
+        ("lion", 2, "nvme"),
+        ("rmsprop", 3, "nvme"),
+    ],
+)
+def test_steps_are_torchs_with_states_elsewhere(case: str, stage: int, home: str, tmp_path: Path) -> None:
+    """The states of half of the elements, or of all in blocks of 500, have their home in host memory or in files."""
+    moved: dict[str, Any] = {"offload_optimizer": home, "sub_group_size": 500, "reduce_bucket_size": 2000}
+    moved |= {"nvme_path": str(tmp_path)} if home == "nvme" else {"offload_optimizer_ratio": 0.5}
+    close(weights(run_ranks(2, train_on_rank, case, stage, 2, 1, moved)), plain_weights(case))
 
 
 # --- a cycle of rate and momentum -------------------------------------------------------------------------------------
@@ -198,7 +243,7 @@ def test_a_cycle_moves_the_rate_and_the_first_beta(case: str, tmp_path: Path) ->
     live = {name: value.clone().requires_grad_(True) for name, value in first_weights(tiny_run()).items()}
     groups = [{"params": [value for name, value in live.items() if decayed(name) == yes]} for yes in (True, False)]
     groups[1]["weight_decay"] = 0.0
-    optimizer = getattr(torch.optim, kind)(groups, lr=LR, **options)
+    optimizer = reference_class(kind)(groups, lr=LR, **options)
     for step, (lr, momentum) in enumerate(CYCLED):
         grads = gradients(mean_loss(live, reference_batch(step * GLOBAL_BATCH, GLOBAL_BATCH, masked=False)), live)
         for name, value in live.items():
@@ -262,7 +307,7 @@ def full(folder: Path) -> dict[tuple[str, str], Tensor]:
 
 
 # Every form of state: averages of two kinds with their largest, none but momentum, one, step sizes, scalars.
-@pytest.mark.parametrize("case", ["coupled adam", "sgd", "adagrad", "rprop", "asgd", "nadam"])
+@pytest.mark.parametrize("case", ["coupled adam", "sgd", "adagrad", "rprop", "asgd", "nadam", "lamb", "lion"])
 def test_a_resumed_run_is_the_run_that_stayed(case: str, tmp_path: Path) -> None:
     """A resumed run equals an uninterrupted one to the bit, for every state that the optimizer keeps."""
     whole_run(0, 1, run_settings(case, tmp_path / "stayed"))
@@ -276,7 +321,10 @@ def test_a_resumed_run_is_the_run_that_stayed(case: str, tmp_path: Path) -> None
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("case", "stages"), [("rmsprop", (2, 0)), ("asgd", (0, 3)), ("sgd", (1, 2))])
+@pytest.mark.parametrize(
+    ("case", "stages"),
+    [("rmsprop", (2, 0)), ("asgd", (0, 3)), ("sgd", (1, 2)), ("lamb", (3, 1)), ("lamb", (0, 2)), ("lion", (3, 1))],
+)
 def test_another_layout_goes_on(case: str, stages: tuple[int, int], tmp_path: Path) -> None:
     """Two tensor-parallel ranks resume from two data-parallel ones and end as one uninterrupted process does."""
     whole_run(0, 1, run_settings(case, tmp_path / "one"))
@@ -284,6 +332,16 @@ def test_another_layout_goes_on(case: str, stages: tuple[int, int], tmp_path: Pa
     run_ranks(2, whole_run, 2, settings)
     split = {"tensor_model_parallel_size": 2, "zero_stage": stages[1], "load": str(tmp_path / "two")}
     run_ranks(2, whole_run, 2, run_settings(case, tmp_path / "two", **split))
+    close(full(tmp_path / "two"), full(tmp_path / "one"))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "dp", "tp"), [(1, 2, 1), (2, 1, 2), (3, 2, 1)])
+def test_the_norms_of_pipeline_stages_count_what_they_share_once(stage: int, dp: int, tp: int, tmp_path: Path) -> None:
+    """Two pipeline stages, which both have the word embedding, train with LAMB as one process does."""
+    whole_run(0, 1, run_settings("lamb", tmp_path / "one"))
+    layout = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": tp, "zero_stage": stage}
+    run_ranks(2 * dp * tp, whole_run, 2 * dp * tp, run_settings("lamb", tmp_path / "two", **layout))
     close(full(tmp_path / "two"), full(tmp_path / "one"))
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.processes import mesh_in_worker, run_ranks
+from support.published_optimizers import reference_class
 from torch import Tensor, nn
 
 import megazero
@@ -18,6 +19,8 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.2},
     "NAdam": {"weight_decay": 0.1},
     "SGD": {"momentum": 0.9, "weight_decay": 0.1},
+    "Lamb": {"weight_decay": 0.1},
+    "Lion": {"weight_decay": 0.1},
 }
 
 
@@ -67,7 +70,7 @@ def loss_of(model: Any, step: int, micro: int, rank: int) -> Tensor:
 
 def train_plain(kind: str) -> dict[str, Tensor]:
     model = make_model()
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=LR, **OPTIONS[kind])
+    optimizer = reference_class(kind)(model.parameters(), lr=LR, **OPTIONS[kind])
     for step in range(len(STEPS)):
         optimizer.zero_grad()
         for micro in range(ACCUMULATION):
@@ -126,7 +129,8 @@ def state(engine: DataParallelEngine, name: str) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "kind"), [(0, "bf16", "AdamW"), (3, "fp16", "AdamW"), (2, "fp16", "NAdam")]
+    ("stage", "precision", "kind"),
+    [(0, "bf16", "AdamW"), (3, "fp16", "AdamW"), (2, "fp16", "NAdam"), (1, "fp16", "Lamb")],
 )
 def test_low_precision(stage: int, precision: str, kind: str) -> None:
     """Weights and moments stay to the bit, and a step that overflows counts for no parameter."""

@@ -7,11 +7,16 @@ import torch
 from support.irregular_model import Options, batch, loss_of, make_engine, make_model
 from support.models import build_gpt, context, small_config
 from support.processes import mesh_in_worker, run_ranks
+from torch import Tensor
 
+from megazero.config.choices import defaults_of
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.lease import Scratch
 from megazero.model.initial_values import initialize_
-from megazero.optim.inner import AdamWSettings, FusedAdamW
+from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs
+from megazero.optim.lamb import Lamb
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
 
@@ -79,6 +84,46 @@ def test_every_logical_element_is_counted_once(tp: int, dp: int) -> None:
     expected = sum(parameter.numel() for parameter in full.parameters())
     for square, _ in run_ranks(tp * dp, ones_norm, tp, dp):
         assert square == pytest.approx(expected, rel=1e-12)
+
+
+class RecordingLamb(Lamb):
+    """LAMB, which keeps the squared norm of the weights of all of the parameters that it updates a part of."""
+
+    def __init__(self) -> None:
+        super().__init__(defaults_of(OPTIMIZERS["Lamb"].params))
+        self.squares: list[float] = []
+
+    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+        assert inputs.squares is not None
+        self.squares.append(round(float(inputs.squares[0]), 9))
+        super().update(index, run, step, inputs, buffers=buffers)
+
+
+def measured(rank: int, tp: int, dp: int, stage: int) -> set[float]:
+    """Return the squared norms of parameters that are 1 everywhere, also in the padding, as the update gets them."""
+    mesh = mesh_in_worker(rank, tp=tp, dp=dp)
+    model = build_gpt(small_config(), context(mesh.axis("tp")), vocab_size=101, divisible_by=8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    zero, optimizer = ZeroConfig(zero_stage=stage, reduce_bucket_size=5000), RecordingLamb()
+    plan = resolve(zero, PrecisionConfig(precision="fp64"))
+    buffers = FusedBuffers(1 << 20, mesh.device)
+    engine = Engine(model, model.units(), plan, mesh=mesh, buffers=buffers, settings=EngineSettings(zero, optimizer))
+    engine.begin_step()
+    engine.backward(torch.stack([parameter.sum() for parameter in model.parameters()]).sum(), is_last=True)
+    engine.finish_reductions()
+    engine.update(StepInputs(0.1, torch.ones((), dtype=torch.float64), None))
+    engine.close()
+    return set(optimizer.squares)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("tp", "dp", "stage"), [(1, 1, 0), (1, 3, 0), (2, 2, 0), (2, 2, 2), (4, 1, 1)])
+def test_norms_of_whole_parameters_count_every_element_once(tp: int, dp: int, stage: int) -> None:
+    full = build_gpt(small_config(), context(), vocab_size=101)
+    expected = {float(parameter.numel()) for parameter in full.parameters()}
+    assert set[float]().union(*run_ranks(tp * dp, measured, tp, dp, stage)) == expected
 
 
 @pytest.mark.gloo

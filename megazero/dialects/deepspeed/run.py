@@ -12,6 +12,7 @@ from types import MappingProxyType
 from megazero.config import derived
 from megazero.config.batch import KEYS, GivenSizes, solve
 from megazero.config.choices import AUTO
+from megazero.config.optimizers import RUN_NAMES, run_settings
 from megazero.config.origin import Origin
 from megazero.config.run import RunConfig
 from megazero.config.validate import INFO
@@ -114,6 +115,8 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
     world_size: None leaves out the sizes that depend on the number of processes.
     """
     values = {name: (info, getattr(getattr(config, info.section), name)) for name, info in INFO.items()}
+    own = run_settings(RUN_NAMES[config.optimizer.optimizer])
+    params = {**PARAMS_OF_RUN, **{f"optimizer.params.{name}": settings for name, settings in own.items()}}
 
     def became(path: str) -> str | None:
         if path == "train_batch_size" and world_size is not None:
@@ -126,8 +129,8 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
             return "the run's own"
         if path == "optimizer.type":
             return shown("AdamW")
-        if path in PARAMS_OF_RUN:
-            found = [values[name][1] for name in PARAMS_OF_RUN[path]]
+        if path in params:
+            found = [values[name][1] for name in params[path]]
             return shown(found[0] if len(found) == 1 else found)
         if path.startswith(("optimizer.params.", "scheduler.params.")):
             return "megazero's own"

@@ -67,8 +67,10 @@ _OVERFLOW_KEY = "bf16.check_grad_overflow"
 _AUTOCAST_SCALE: Mapping[str, Any] = MappingProxyType(
     {"initial_loss_scale": 65536.0, "loss_scale_window": 2000, "hysteresis": 1}
 )
-# DeepSpeed's defaults of Adam that differ from torch's.
-_ADAM: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.0})
+# {optimizer: DeepSpeed's defaults of its parameters that differ from those of the table}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"adam": {"weight_decay": 0.0}, "adamw": {"weight_decay": 0.0}, "lion": {"lr": 1e-3}}
+)
 
 
 @dataclass(frozen=True)
@@ -425,9 +427,11 @@ def optimizer_of(file: ParsedFile) -> OptimizerChoice | None:
     name = "AdamW" if key is None else key.value
     if name.lower() in ("adam", "adamw"):
         name = _adam(location.key("params"), name, params, file.diagnostics)
+    if name.lower() == "lamb":
+        _refuse_third_moment(location.key("params"), params, file.diagnostics)
     _refuse_clipping(location.key("params"), params, file.diagnostics)
     # An automatic parameter has torch's default, as in megazero's own form; an absent one has DeepSpeed's.
-    defaults = {key: value for key, value in _ADAM.items() if name in ("Adam", "AdamW") and key not in params}
+    defaults = {key: value for key, value in _DEFAULTS.get(name.lower(), {}).items() if key not in params}
     return choose_optimizer(location, name, params, file.diagnostics, defaults=defaults)
 
 
@@ -443,6 +447,14 @@ def _adam(location: Location, name: str, params: dict[str, Any], diagnostics: Di
         quoted = location.key("bias_correction").quote(given["bias_correction"])
         diagnostics.problems.append(Problem(quoted, "Adam's moments are always corrected", "bias_correction: true"))
     return "Adam" if name.lower() == "adam" and switches.get("adam_w_mode") is False else "AdamW"
+
+
+def _refuse_third_moment(location: Location, params: dict[str, Any], diagnostics: Diagnostics) -> None:
+    """Refuse amsgrad, a parameter of DeepSpeed's LAMB that may only be false there too."""
+    value = params.pop("amsgrad", False)
+    if value != AUTO and as_boolean(value) is not False:
+        quoted = location.key("amsgrad").quote(value)
+        diagnostics.problems.append(Problem(quoted, "LAMB has two moments", "amsgrad: false"))
 
 
 def _refuse_clipping(location: Location, params: dict[str, Any], diagnostics: Diagnostics) -> None:

@@ -7,7 +7,7 @@ do this, so that the optimizer that a user has made stays the same object.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,13 @@ def gathered_state(engine: Engine, spec: ParamSpec, kind: str) -> Tensor:
     return full.view(spec.local_shape)
 
 
+class _Configured(Optimizer):
+    """A torch optimizer that only has the param groups of an optimizer that torch has not got."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+
 class OptimizerState:
     """The whole state of an engine's optimizer, and the torch optimizer through which user code reads and sets it."""
 
@@ -61,14 +68,15 @@ class OptimizerState:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The torch optimizer, which never steps; the configuration's AdamW gets one when it is first asked for.
+        """The torch optimizer, which never steps; a configuration's AdamW or LAMB gets one when it is first asked for.
 
         None if the engine has no optimizer.
         """
         if self._optimizer is None and self._chosen.exists:
             # torch imports its compiler, which takes a second, to make the first optimizer of a process.
+            kind = torch.optim.AdamW if self._chosen.kind == "AdamW" else _Configured
             with torch._C.DisableTorchFunctionSubclass():
-                self._connect(torch.optim.AdamW(self._chosen.groups))
+                self._connect(kind(self._chosen.groups))
         return self._optimizer
 
     def count_step(self) -> None:

@@ -81,6 +81,10 @@ def as_choice(made: Translation) -> OptimizerChoice:
         {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1, "betas": [0.5, 0.75]}},
         {"type": "Rprop", "params": {"etas": [0.25, 2], "step_sizes": [0.001, 1]}},
         {"type": "RMSprop", "params": {"alpha": 0.5, "centered": True, "momentum": 0.125}},
+        {"type": "Lamb"},
+        {"type": "Lamb", "params": {"lr": 0.5, "max_coeff": 0.3, "eps_inside_sqrt": True, "amsgrad": False}},
+        {"type": "Lion"},
+        {"type": "Lion", "params": {"lr": 0.5, "betas": [0.5, 0.75], "weight_decay": 0.1}},
         {"type": "NAdam", "params": {"momentum_decay": 0.5, "decoupled_weight_decay": True}},
     ],
     ids=str,
@@ -95,7 +99,7 @@ def test_a_run_trains_with_the_librarys_optimizer(optimizer: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("optimizer", "given"),
     [
-        ({"type": "Lamb"}, 'ds.json: optimizer.type: "Lamb"'),
+        ({"type": "Muon"}, 'ds.json: optimizer.type: "Muon"'),
         ({"type": "AdamW", "params": {"betas": 0.9}}, "ds.json: optimizer.params.betas: 0.9"),
     ],
 )

@@ -341,7 +341,7 @@ def test_a_broken_size_is_reported_once() -> None:
 def test_all_findings_come_together() -> None:
     content = {
         "zero_optimization": {"stage": 5, "offload_optimizer": {"device": "tape"}},
-        "optimizer": {"type": "Lamb"},
+        "optimizer": {"type": "Muon"},
         "bf16": {"enabled": True},
         "tensorboard": {"enabled": True},
     }
@@ -377,7 +377,7 @@ def test_a_problem_of_the_file_makes_no_other_problem(content: dict[str, Any], f
 
 def test_a_weaker_value_does_not_stand_in_for_an_illegal_one() -> None:
     Path("run.yaml").write_text("zero_stage: 3\nrecompute_granularity: selective\nlr: 1\n")
-    content = {"optimizer": {"type": "Lamb", "params": {"lr": 0.5}}}
+    content = {"optimizer": {"type": "Muon", "params": {"lr": 0.5}}}
     # The weaker rate of 1 would be below the end of the decay.
     assert only(content, f"{BASE} --micro-batch-size 2 --config run.yaml --min-lr 2").given.startswith("ds.json")
 

@@ -211,7 +211,22 @@ def test_adam_is_adamw_unless_told_otherwise(params: dict[str, Any], kind: str, 
         ),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing", 'type: "AdamW"'),
         ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type is missing", 'type: "WarmupLR"'),
-        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type: "Lamb"', "AdamW"),
+        (
+            {"optimizer": {"type": "Lamb", "params": {"amsgrad": True}}},
+            "optimizer.params.amsgrad: true",
+            "amsgrad: false",
+        ),
+        (
+            {"optimizer": {"type": "Lamb", "params": {"max_grad_norm": 1.0}}},
+            "optimizer.params.max_grad_norm: 1.0",
+            "gradient_clipping: 1.0",
+        ),
+        (
+            {"optimizer": {"type": "Lamb", "params": {"min_coeff": 20}}},
+            "optimizer.params.min_coeff: 20.0 with max_coeff: 10",
+            "min_coeff: 0 to 10",
+        ),
+        ({"optimizer": {"type": "Muon"}}, 'optimizer.type: "Muon"', "AdamW"),
         ({"optimizer": {"type": "Adam", "adam_w_mode": True}}, "optimizer.adam_w_mode: true", "type"),
         ({"optimizer": {"type": "Adam", "eps": 1e-6}}, "optimizer.eps: 1e-06", "optimizer.params.eps: 1e-06"),
         (

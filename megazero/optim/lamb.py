@@ -1,0 +1,80 @@
+"""LAMB (You et al., arXiv 1904.00962, algorithm 2): Adam's direction, in a step as long as the parameter is large.
+
+The step of a parameter is its direction times a *trust ratio*, the norm of its weights over the norm of its direction,
+each over all of the parameter.  ZeRO cuts a parameter over ranks, and tensor parallelism does; so a step has two
+passes.  The first advances the moments and returns the squares of both norms over the elements that are here; the
+engine sums them over the ranks; the second makes the direction again, of moments and weights, and takes the step.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.memory.lease import Scratch
+from megazero.optim.inner import Run, StepInputs, WithMoments, piece_numel, scaled
+
+
+class Lamb(WithMoments):
+    """LAMB, whose weight decay is part of the direction; the ratio of a parameter of zeros, or at rest, is 1."""
+
+    skips_on_host = True
+
+    def __init__(self, params: Mapping[str, Any], decoupled: frozenset[str] = frozenset()) -> None:
+        """params: by the names of the table of optimizers.
+
+        bias_correction: whether moments are divided by what they lack in the first steps.  eps_inside_sqrt: whether eps
+        is added to the second moment, not to its root.  min_coeff, max_coeff: the least and the largest trust ratio.
+        """
+        common = {name: value for name, value in params.items() if name != "weight_decay"}
+        super().__init__(common, params["weight_decay"], decoupled)
+
+    def measure(self, part: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> Tensor:
+        """Advance the moments; return the squares of the norms of weights and direction."""
+        numel, piece = part.master.numel(), piece_numel(part)
+        beta1, beta2 = self.groups[part.group]["betas"]
+        squares = torch.zeros(2, dtype=torch.float64, device=part.master.device)
+        lease = buffers.lease(piece, part.master.dtype)
+        for start in range(0, numel, piece):
+            run = part.part(start, min(start + piece, numel))
+            gradient = scaled(run.gradient, inputs.factor, lease.tensor)
+            run.moments["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+            run.moments["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            direction = self._direction(run, step, lease.tensor)
+            squares += torch.stack([torch.linalg.vector_norm(each).double() for each in (run.master, direction)]) ** 2
+        lease.release()
+        return squares
+
+    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+        """Take the step of elements of one parameter, whose moments have advanced."""
+        assert inputs.squares is not None, "what is updated has been measured"
+        options = self.groups[run.group]
+        weights, direction = inputs.squares.sqrt().unbind()
+        ratio = (weights / direction).clamp(options["min_coeff"], options["max_coeff"])
+        ratio = torch.where((weights > 0) & (direction > 0), ratio, torch.ones_like(ratio))
+        length = (ratio * float(options["lr"] if inputs.lr is None else inputs.lr)).to(run.master.dtype)
+        numel, piece = run.master.numel(), piece_numel(run)
+        lease = buffers.lease(piece, run.master.dtype)
+        for start in range(0, numel, piece):
+            part = run.part(start, min(start + piece, numel))
+            part.master.sub_(self._direction(part, step, lease.tensor).mul_(length))
+        lease.release()
+
+    def _direction(self, run: Run, step: Tensor, memory: Tensor) -> Tensor:
+        """Return the direction of elements whose moments have advanced, written to `memory`.
+
+        step: its number, float32 without dimensions.
+        """
+        options, target = self.groups[run.group], memory[: run.master.numel()]
+        lacking: tuple[Tensor | float, ...] = (1.0, 1.0)
+        if options["bias_correction"]:
+            count = step.double()
+            lacking = tuple((1 - beta**count).to(run.master.dtype) for beta in options["betas"])
+        torch.div(run.moments["exp_avg_sq"], lacking[1], out=target)
+        if options["eps_inside_sqrt"]:
+            target.add_(options["eps"]).sqrt_()
+        else:
+            target.sqrt_().add_(options["eps"])
+        torch.div(run.moments["exp_avg"], target, out=target).div_(lacking[0])
+        return target.add_(run.master, alpha=options["weight_decay"])
