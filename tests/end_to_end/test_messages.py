@@ -80,7 +80,7 @@ ROWS: dict[str, Row] = {
         (
             "--tensor-model-parallel-size 6 --num-query-groups 4",
             "divides num_query_groups, or is a multiple",
-            "-size 3",
+            "-size 2",
         ),
         ranks=6,
     ),

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.families import FAMILIES
 from support.processes import run_ranks
 from support.small_runs import EOD, LENGTH, VOCAB, core_on_rank, reference_batch, tiny_run
 from torch._dynamo.utils import counters
@@ -35,6 +36,7 @@ INDUCTOR_SECONDS = 300.0  # allows for a busy machine that has compiled nothing 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 needs_compiler = pytest.mark.skipif(bool(lacking(CPU)), reason=f"this machine lacks {lacking(CPU)}")
 STEPS, MICRO_BATCHES = 3, 2
+QWEN = {**FAMILIES["qwen3"], "num_query_groups": 1}
 
 
 class Layout(NamedTuple):
@@ -220,6 +222,9 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
             PARTS,
             3,
         ),  # parameters stay outside of the graphs
+        (Layout(QWEN, backend=AOT, evaluates=True), WHOLE, 2),
+        (Layout(QWEN, tp=2, backend=AOT), PARTS, 5),
+        (Layout({"position_embedding_type": "alibi", "embed_layernorm": True, "squared_relu": True}, tp=2), PARTS, 5),
     ],
     ids=[
         "flat gradients",
@@ -231,6 +236,9 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
         "selective recomputation",
         "documents",
         "zero bubble",
+        "Qwen",
+        "Qwen, tensor parallel",
+        "ALiBi",
     ],
 )
 def test_layouts(layout: Layout, compiled: str, graphs: int) -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megazero.model.compiled import lacking
 from megazero.parallel.param_spec import Init
-from megazero.tensor_parallel.activation import FusedActivation, gelu, gelu_backward
+from megazero.tensor_parallel.activation import ACTIVATIONS, FusedActivation, gelu, gelu_backward
 from megazero.tensor_parallel.layers import RowParallelLinear
 
 CPU = torch.device("cpu")
@@ -75,3 +75,21 @@ def test_backward_is_one_pass() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(again, output, rtol=1e-12, atol=1e-14)
     assert len(sources) == 1 and sources[0].count("async_compile.cpp_pybinding(") == 1
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_backward_is_autograds(name: str) -> None:
+    x, activation = inputs().requires_grad_(), ACTIVATIONS[name]
+    output = activation.output(x)
+    grad = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view_as(output)
+    (expected,) = torch.autograd.grad(output, x, grad)
+    found, again = activation.backward(grad, x.detach())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(again, output.detach())
+
+
+def test_activations_by_hand() -> None:
+    x = inputs()
+    gate, up = x[:, :6], x[:, 6:]
+    torch.testing.assert_close(ACTIVATIONS["swiglu"].output(x), gate / (1 + (-gate).exp()) * up, rtol=1e-12, atol=0)
+    assert torch.equal(ACTIVATIONS["squared-relu"].output(x), torch.where(x > 0, x * x, 0.0))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import LLAMA
 from support.processes import run_ranks
 from support.training import Cell, Outcome, max_relative, train_on_rank, write_text_corpus
 
@@ -108,3 +109,15 @@ def train_with_inverted_scales(rank: int, chosen: Cell, prefix: str) -> Outcome:
 
 def test_inverted_scales_are_seen(prefix: str, in_bf16: list[float]) -> None:
     assert not is_near(losses(run_ranks(1, train_with_inverted_scales, cell(), prefix)), in_bf16, 4 * NEAR)
+
+
+# With one group and two ranks the product of keys and values stays in bf16; with two it is of 8-bit numbers.  Scales are
+# those of a rank's slice of a matrix, so layouts are as near as number formats.
+@pytest.mark.parametrize("groups", [1, 2])
+def test_llamas_have_the_same_losses_in_every_layout(prefix: str, groups: int) -> None:
+    settings = {**LLAMA, "ffn_hidden_size": 128, "group_query_attention": True, "num_query_groups": groups}
+    plain = train(cell(None, **settings), prefix)
+    alone = train(cell(**settings), prefix)
+    assert alone != plain and max_relative(alone, plain) < NEAR
+    for layout in ({"tp": 2, "sequence_parallel": True}, {"dp": 2, "zero_stage": 3, "fp8_cache_weights": True}):
+        assert max_relative(train(cell(**layout, **settings), prefix), alone) < NEAR

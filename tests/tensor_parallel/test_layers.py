@@ -1,5 +1,7 @@
 """Column- and row-parallel layers, apart and as a pair, equal nn.functional on whole matrices in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,13 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
 from megazero.parallel.param_spec import Init, spec_of
-from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megazero.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ReplicatedKeyValueLinear,
+    RowParallelLinear,
+    TensorParallel,
+    column_linears,
+)
 
 pytestmark = pytest.mark.gloo
 HIDDEN, HEADS, HEAD_DIM = 6, 4, 3
@@ -101,3 +109,69 @@ def test_layers_that_do_not_divide_are_our_own_bug() -> None:
 
     with pytest.raises(AssertionError, match="4 elements over 3 ranks"):
         ColumnParallelLinear(context(Three()), logical_shape=(4, 2), split_dim=0, init=Init())
+
+
+class Grouped(nn.Module):
+    """Queries of four heads, and keys and values of fewer, of which each rank uses those of its queries."""
+
+    def __init__(self, tp: TensorParallel, groups: int) -> None:
+        super().__init__()
+        init = Init("normal", 1.0)
+        self.query = ColumnParallelLinear(tp, logical_shape=(HEADS, HEAD_DIM, HIDDEN), split_dim=0, init=init)
+        shape = (2, groups, HEAD_DIM, HIDDEN)
+        self.key_value = (
+            ReplicatedKeyValueLinear(tp, logical_shape=shape, init=init)
+            if groups % tp.communicator.size
+            else ColumnParallelLinear(tp, logical_shape=shape, split_dim=1, init=init)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return column_linears(x, (self.query.operands(), self.key_value.operands()))
+
+
+def grouped_weights(groups: int) -> dict[str, Tensor]:
+    shapes = {"query.weight": (HEADS, HEAD_DIM, HIDDEN), "key_value.weight": (2, groups, HEAD_DIM, HIDDEN)}
+    shapes |= {"query.bias": (HEADS, HEAD_DIM), "key_value.bias": (2, groups, HEAD_DIM)}
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def grouped_outputs(rank: int, size: int, groups: int, splits: bool) -> tuple[Tensor, Tensor, Tensor, list[Piece]]:
+    axis = mesh_in_worker(rank, tp=size).axis("tp")
+    tp = replace(context(axis), splits_sequence=splits)
+    model = Grouped(tp, groups)
+    put_logical(model, grouped_weights(groups))
+    whole = x_and_target()[0].flatten(0, 1)[:12]
+    x = whole[tp.local_rows(12)].clone().requires_grad_(True)
+    query, pairs = model(x)
+    (query.square().sum() + pairs.pow(3).sum() * (size // groups if size > groups else 1) ** -1).backward()
+    for name, parameter in model.named_parameters():
+        if "tp" in spec_of(name, parameter).summed_over:
+            assert parameter.grad is not None
+            axis.all_reduce(parameter.grad).wait()
+    assert x.grad is not None
+    return query.detach(), pairs.detach(), x.grad, pieces(model, gradients=True)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_that_share_keys_and_values_use_those_of_their_queries(size: int, groups: int, splits: bool) -> None:
+    full = {name: value.requires_grad_(True) for name, value in grouped_weights(groups).items()}
+    x = x_and_target()[0].flatten(0, 1)[:12].requires_grad_(True)
+    query = torch.einsum("nh,adh->nad", x, full["query.weight"]) + full["query.bias"]
+    pairs = torch.einsum("nh,kgdh->nkgd", x, full["key_value.weight"]) + full["key_value.bias"]
+    (query.square().sum() + pairs.pow(3).sum()).backward()
+    results = run_ranks(size, grouped_outputs, size, groups, splits)
+    for rank, (found, shared, grad_x, _) in enumerate(results):
+        held = slice(rank * HEADS // size, (rank + 1) * HEADS // size)
+        torch.testing.assert_close(found, query[:, held].flatten(1).detach(), rtol=1e-12, atol=1e-12)
+        first, length = rank * groups // size, max(1, groups // size)
+        expected = pairs[:, :, first : first + length].flatten(1).detach()
+        torch.testing.assert_close(shared, expected, rtol=1e-12, atol=1e-12)
+        assert x.grad is not None
+        rows = slice(rank * 12 // size, (rank + 1) * 12 // size) if splits else slice(None)
+        torch.testing.assert_close(grad_x, x.grad[rows], rtol=1e-11, atol=1e-11)
+    gradients = assemble(result[3] for result in results)
+    for name, value in full.items():
+        torch.testing.assert_close(gradients[name], value.grad, rtol=1e-11, atol=1e-11)
