@@ -333,7 +333,10 @@ def _with_own_tokenizer(gathered: _Gathered, raw: Sequence[RawValue]) -> list[Ra
 
 def _with_own_value(item: RawValue) -> RawValue:
     """Return a setting's value with megazero's name of it."""
-    own = OTHER_VALUES.get(item.name, {}).get(_only_word(item))
+    word = _only_word(item)
+    own = OTHER_VALUES.get(item.name, {}).get(word)
+    if item.name == "split" and len(word) > 2 and word[0] == word[-1] == "'":
+        own = word[1:-1]  # scripts that keep flags in an array pass its quotes on
     return item if own is None else replace(item, value=own)
 
 

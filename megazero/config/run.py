@@ -48,6 +48,11 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = setting(
         None, help="save and exit once the run has taken this long", unit="minutes", gt=0
     )
+    kill_switch_path: Path | None = setting(
+        None,
+        help="save and exit once there is a file of this name, which rank 0 looks for at every step; while it is there"
+        " no run starts",
+    )
     compile: Literal["auto", "on", "max", "off"] = setting(
         "auto",
         help="compile transformer blocks with torch.compile, which takes some seconds before the first step; auto is on"
@@ -64,7 +69,7 @@ class TrainingConfig:
     exit_status_when_stopped: int | None = setting(
         None,
         help="exit status of a run that has saved and stopped before its last step: by a signal, at exit_interval or"
-        " after exit_duration_in_mins; without it 0, as of a run that has finished",
+        " after exit_duration_in_mins or kill_switch_path; without it 0, as of a run that has finished",
         beyond="0 to 3 tell of finished runs and of errors, those above 125 of signals",
         ge=4,
         le=125,

@@ -56,6 +56,10 @@ IMPLIED: Mapping[str, Shorthand] = MappingProxyType(
     {
         "activations-checkpoint-method": Shorthand("recompute_granularity", "full"),
         "num-key-value-heads": Shorthand("group_query_attention", "true"),
+        # Megatron-LM's recipe where none is given.
+        "fp8-amax-history-len": Shorthand("fp8_recipe", "delayed"),
+        "fp8-amax-compute-algo": Shorthand("fp8_recipe", "delayed"),
+        "fp8-margin": Shorthand("fp8_recipe", "delayed"),
     }
 )
 
@@ -73,7 +77,7 @@ _PUBLISHED = (
     " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size timing-log-option tokenizer-model"
     " use-checkpoint-lr-scheduler use-checkpoint-opt-param-scheduler vocab-file weight-decay record-memory-history"
     " memory-snapshot-path wandb-exp-name wandb-entity wandb-save-dir num-query-groups rotary-base rotary-percent"
-    " rotary-position-embeddings-theta rotary-seq-len-interpolation-factor"
+    " rotary-position-embeddings-theta rotary-seq-len-interpolation-factor tiktoken-pattern"
 )
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
@@ -289,6 +293,15 @@ ACCEPTED: Mapping[str, str] = _rows(
             "apply-query-key-layer-scaling no-query-key-layer-scaling",
         ),
         ("GELU is the one with tanh", "openai-gelu"),
+        ("a norm's weight begins at 1 and does not decay, so it learns the same counted from 1", "apply-layernorm-1p"),
+        (
+            "gradients of a global batch are always averaged over its tokens that count",
+            "calculate-per-token-loss",
+        ),
+        (
+            "8-bit weights are made of gathered ones, which are in --precision: the same numbers, more bytes sent",
+            "fp8-param-gather",
+        ),
         (
             "it shapes experts, and there are none",
             "moe-expert-parallel-size moe-loss-coeff moe-train-capacity-factor moe-eval-capacity-factor"
@@ -334,8 +347,7 @@ REFUSED: Mapping[str, str] = _rows(
     (
         (
             _MODEL,
-            "apply-layernorm-1p apply-residual-connection-post-layernorm glu-activation"
-            " mup mup-input-mult mup-attn-mult mup-output-mult",
+            "apply-residual-connection-post-layernorm glu-activation mup mup-input-mult mup-attn-mult mup-output-mult",
         ),
         ("rotary positions turn pairs of elements that are half of the rotated width apart", "rotary-interleaved"),
         (
@@ -368,9 +380,7 @@ REFUSED: Mapping[str, str] = _rows(
         ("settings are given anew; a saved run's resolved file can be given as --config", "use-checkpoint-args"),
         ("saving waits until the files are written", "async-save"),
         ("--finetune starts at step 0 with the parameters alone", "reset-iteration no-load-lr-state"),
-        ("send SIGTERM or SIGUSR1 to a process of the run: it saves and exits", "kill-switch-path"),
         ("kernels are not captured in graphs", "enable-cuda-graph cuda-graph-impl"),
-        ("gradients of one global batch are averaged over its tokens", "calculate-per-token-loss"),
         (
             "one backend carries all collectives; give --distributed-backend",
             "pipeline-model-parallel-comm-backend",
@@ -400,7 +410,6 @@ REFUSED: Mapping[str, str] = _rows(
             "of a linear layer all three products are of 8-bit numbers, or by its sizes none; give --fp8-format",
             "no-fp8-wgrad",
         ),
-        ("parameters are kept and gathered in --precision", "fp8-param-gather"),
         (
             "the linear layers of all blocks have one number format",
             "first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16",

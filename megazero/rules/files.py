@@ -225,6 +225,12 @@ def folders_are_folders(config: RunConfig, world_size: int) -> Iterator[Problem]
         )
 
 
+def no_kill_switch_is_there(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    switch = config.training.kill_switch_path
+    if switch is not None and switch.exists():
+        yield Problem(f"--kill-switch-path {switch}", "while this file is there no run starts", f"rm {switch}")
+
+
 def reports_can_be_written(config: RunConfig, world_size: int) -> Iterator[Problem]:
     logging = config.logging
     folders = {

@@ -638,6 +638,7 @@ RULES: tuple[Rule, ...] = (
     *float8_rules.RULES,
     *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,
+    file_rules.no_kill_switch_is_there,
     file_rules.reports_can_be_written,
     file_rules.weights_are_loaded_from_a_folder,
     file_rules.kept_steps_are_saved,

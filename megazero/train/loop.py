@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -49,7 +50,10 @@ from megazero.zero.step import first_overflow
 
 @dataclass(frozen=True)
 class Timetable:
-    """The intervals, in steps, at which the run evaluates, saves and exits; None: never."""
+    """The intervals, in steps, at which the run evaluates, saves and exits; None: never.
+
+    kill_switch: the file that ends the run when it is there.
+    """
 
     train_iters: int
     eval_interval: int
@@ -57,6 +61,7 @@ class Timetable:
     save_interval: int | None
     exit_interval: int | None
     exit_after_seconds: float | None
+    kill_switch: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -450,7 +455,8 @@ class _Loop:
         """Return the reason to end the run after this step, the same on all ranks; empty to continue."""
         timetable, iteration = self._run.timetable, self._state.iteration
         if self._stops:
-            return f"asked to stop after iteration {iteration} ({self._stop.reason or 'by another rank or the clock'})"
+            why = self._stop.reason or "by another rank, the clock or the kill switch"
+            return f"asked to stop after iteration {iteration} ({why})"
         if _is_due(timetable.exit_interval, iteration) and iteration < timetable.train_iters:
             return f"exit interval {timetable.exit_interval} reached at iteration {iteration}"
         return ""
@@ -467,9 +473,12 @@ class _Loop:
         return reason
 
     def _wants_to_stop(self) -> bool:
-        """Return True if this rank requests the end of the run: it has got a signal, or its time is over."""
-        limit = self._run.timetable.exit_after_seconds
-        return self._stop.requested or (limit is not None and time.monotonic() - self._started >= limit)
+        """Return True if this rank requests the end of the run: by a signal, by the clock, or by the kill switch."""
+        limit, switch = self._run.timetable.exit_after_seconds, self._run.timetable.kill_switch
+        is_late = limit is not None and time.monotonic() - self._started >= limit
+        # One rank asks the file system, which thousands of them would keep busy.
+        is_switched = switch is not None and self._context.mesh.world.rank == 0 and switch.exists()
+        return self._stop.requested or is_late or is_switched
 
     def _announce(self) -> None:
         mesh, layout = self._context.mesh, self._context.engine.layout

@@ -211,7 +211,6 @@ def test_flags_of_8bit_products(words: str, format: str | None) -> None:
     ("words", "told"),
     [
         ("--no-fp8-wgrad", "all three products are of 8-bit numbers"),
-        ("--fp8-param-gather", "gathered in --precision"),
         ("--first-last-layers-bf16", "the linear layers of all blocks have one number format"),
         ("--num-layers-at-start-in-bf16 2", "the linear layers of all blocks have one number format"),
         ("--num-layers-at-end-in-bf16 2", "the linear layers of all blocks have one number format"),

@@ -88,6 +88,10 @@ ROWS: dict[str, Row] = {
         {"--position-embedding-type": "rope", "--kv-channels": "7"},
         ("7 of a head's 7 elements rotated", "is even", "--rotary-percent 0.857143", "--kv-channels WIDTH"),
     ),
+    "a kill switch that is there": Row(
+        {"--kill-switch-path": "{folder}"},
+        ("--kill-switch-path {folder}", "while this file is there no run starts", "rm {folder}"),
+    ),
     "two activations": Row({"--swiglu": "", "--squared-relu": ""}, ("--swiglu --squared-relu", "one activation")),
     "a bias of attention for a kernel that takes none": Row(
         {"--position-embedding-type": "alibi", "--attention-backend": "flash", "--device": "cuda"},

@@ -19,6 +19,43 @@ GPT_3 = """
 --log-interval 100 --save-interval 10000 --eval-interval 1000 --save SAVED --load SAVED --eval-iters {1}
 --tensorboard-dir FIGURES
 """
+# Those of Megatron-LM's example of Llama 3 8B with 8-bit products.
+LLAMA_3 = """
+--use-mcore-models --num-layers {2} --hidden-size {64} --ffn-hidden-size {128} --num-attention-heads {4}
+--group-query-attention --num-query-groups {2} --kv-channels {16} --seq-length {32} --max-position-embeddings {32}
+--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0
+--swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p --untie-embeddings-and-output-weights
+--disable-bias-linear --micro-batch-size 1 --global-batch-size {8} --train-samples {48} --lr-decay-samples {40}
+--lr-warmup-samples {8} --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
+--lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
+--grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
+--exit-duration-in-mins 235 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
+--tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --mock-data --tokenizer-type NullTokenizer
+--vocab-size {256} --data-cache-path CACHE --tiktoken-pattern v2 --split '99,1,0'
+--no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters {1}
+--eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6
+--ckpt-format torch_dist --distributed-timeout-minutes 60 --save SAVED --load SAVED --tensorboard-dir FIGURES
+"""
+# Those of Megatron-DeepSpeed's example of Llama 2, and its configuration.
+LLAMA_2 = """
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size {1} --num-layers {2} --hidden-size {64}
+--ffn-hidden-size {128} --num-attention-heads {8} --micro-batch-size {2} --global-batch-size {8} --seq-length {32}
+--max-position-embeddings {32} --train-iters {6} --save SAVED --load SAVED --data-path 1 DATA --data-impl mmap
+--tokenizer-type {GPT2BPETokenizer} --vocab-file VOCAB --merge-file MERGES --split 949,50,1 --lr 3e-4
+--lr-decay-style cosine --min-lr 3e-5 --weight-decay 0.1 --clip-grad 1 --lr-warmup-iters {2} --optimizer adam
+--adam-beta1 0.9 --adam-beta2 0.95 --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters {1} --bf16
+--no-query-key-layer-scaling --attention-dropout 0 --hidden-dropout 0 --use-rotary-position-embeddings
+--untie-embeddings-and-output-weights --swiglu --normalization rmsnorm --disable-bias-linear --num-key-value-heads 4
+--tensorboard-dir FIGURES --zero-stage=0 --deepspeed_config=LLAMA_CONFIG --deepspeed
+"""
+LLAMA_CONFIG = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 1,
+    "zero_optimization": {"stage": 0},
+    "bf16": {"enabled": True},
+}
 # Those of Megatron-DeepSpeed's example of a GPT of 125M under ZeRO, and its configuration.
 ZERO = """
 --override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 --tensor-model-parallel-size 1 --init-method-std 0.02
@@ -58,12 +95,15 @@ def words_of(text: str, folder: Path) -> list[str]:
     vocabulary, merges = write_gpt2_files(folder, [("a", "b")])
     documents = [[[(document + place) % 250 for place in range(60)]] for document in range(60)]
     (folder / "ds_config.json").write_text(json.dumps(CONFIG))
+    (folder / "llama.json").write_text(json.dumps(LLAMA_CONFIG))
     paths = {
         **{"DATA": write_corpus(folder / "text_document", documents), "VOCAB": vocabulary, "MERGES": merges},
         **{
             "SAVED": str(folder / "saved"),
             "FIGURES": str(folder / "figures"),
             "CONFIG": str(folder / "ds_config.json"),
+            "--deepspeed_config=LLAMA_CONFIG": f"--deepspeed_config={folder / 'llama.json'}",
+            "CACHE": str(folder / "cache"),
         },
     }
     return [paths.get(word, word) for word in text.replace("{", "").replace("}", "").split()]
@@ -71,7 +111,9 @@ def words_of(text: str, folder: Path) -> list[str]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("text", "consumed"), [(GPT_3, [2, 4, 8, 12, 20, 28]), (ZERO, [8, 16, 24, 32, 40, 48])], ids=["GPT-3", "ZeRO"]
+    ("text", "consumed"),
+    [(GPT_3, [2, 4, 8, 12, 20, 28]), *((text, [8, 16, 24, 32, 40, 48]) for text in (ZERO, LLAMA_3, LLAMA_2))],
+    ids=["GPT-3", "ZeRO", "Llama 3", "Llama 2"],
 )
 def test_a_published_example_trains(text: str, consumed: list[int], tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"

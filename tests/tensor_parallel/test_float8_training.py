@@ -111,8 +111,8 @@ def test_inverted_scales_are_seen(prefix: str, in_bf16: list[float]) -> None:
     assert not is_near(losses(run_ranks(1, train_with_inverted_scales, cell(), prefix)), in_bf16, 4 * NEAR)
 
 
-# With one group and two ranks the product of keys and values stays in bf16; with two it is of 8-bit numbers.  Scales are
-# those of a rank's slice of a matrix, so layouts are as near as number formats.
+# With one group and two ranks the product of keys and values stays in bf16; with two it is of 8-bit numbers.  Scales
+# are those of a rank's slice of a matrix, so layouts are as near as number formats.
 @pytest.mark.parametrize("groups", [1, 2])
 def test_llamas_have_the_same_losses_in_every_layout(prefix: str, groups: int) -> None:
     settings = {**LLAMA, "ffn_hidden_size": 128, "group_query_attention": True, "num_query_groups": groups}

@@ -90,18 +90,31 @@ def saved(folder: Path) -> list[int]:
             [2, 4],
             "exit interval 4 reached at iteration 4",
         ),
-        ({"exit_duration_in_mins": 1e-9}, "1", [1], "asked to stop after iteration 1 (by another rank or the clock)"),
+        (
+            {"exit_duration_in_mins": 1e-9},
+            "1",
+            [1],
+            "asked to stop after iteration 1 (by another rank, the clock or the kill switch)",
+        ),
+        (
+            {"kill_switch_path": "{folder}/save"},  # which the first checkpoint makes
+            "1 2 3",
+            [2, 3],
+            "asked to stop after iteration 3 (by another rank, the clock or the kill switch)",
+        ),
         # A run that is asked to stop saves at once and does not evaluate, because the nodes may be taken away soon.
         (
             {"exit_duration_in_mins": 1e-9, "eval_iters": 1, "eval_interval": 1},
             "1",
             [1],
-            "asked to stop after iteration 1 (by another rank or the clock)",
+            "asked to stop after iteration 1 (by another rank, the clock or the kill switch)",
         ),
     ],
     ids=str,
 )
 def test_timetable(settings: dict[str, Any], written: str, checkpoints: list[int], reason: str, tmp_path: Path) -> None:
+    if "kill_switch_path" in settings:
+        settings = {"save_interval": 2, "kill_switch_path": tmp_path / "save" / "latest"}
     told = run(tmp_path, **settings)
     assert told.reason == reason
     assert places(tmp_path) == written
@@ -568,7 +581,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signa
     # Step 3 has samples 4 and 5, of which rank 1 reads sample 5.
     zero, one = run_ranks(2, interrupted_run, settings, 5, number)
     assert one.reason == f"asked to stop after iteration 3 ({number.name})"
-    assert zero.reason == "asked to stop after iteration 3 (by another rank or the clock)"
+    assert zero.reason == "asked to stop after iteration 3 (by another rank, the clock or the kill switch)"
     assert saved(tmp_path) == [3]
     assert zero.text.count("saved checkpoint of iteration 3") == 1 and one.text == ""
 
@@ -587,7 +600,7 @@ def test_a_signal_to_one_rank_cuts_an_evaluation_short_on_all(tmp_path: Path) ->
     # Batch 1 has samples 2 and 3, of which rank 1 reads sample 3; a wish is exchanged before the next batch.
     zero, one = run_ranks(2, interrupted_evaluation, 2, settings, "valid", 3)
     assert one.reason == "asked to stop after iteration 2 (SIGTERM)"
-    assert zero.reason == "asked to stop after iteration 2 (by another rank or the clock)"
+    assert zero.reason == "asked to stop after iteration 2 (by another rank, the clock or the kill switch)"
     assert "validation at iteration 2 cut short by the request to stop: no loss is reported" in zero.text
     assert (saved(tmp_path), places(tmp_path)) == ([2], "1 2")
 
