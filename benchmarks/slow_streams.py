@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megazero.comm.interface import CompletedWork, Work
 from megazero.comm.local import LocalCommunicator
 from megazero.memory.lease import Scratch
+from megazero.optim.grouping import Grouping
 from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs
 from megazero.timers import Timers
 
@@ -238,8 +239,8 @@ class SlowArrival:
 class PacedAdamW(FusedAdamW):
     """AdamW whose update of an element takes so many more seconds."""
 
-    def __init__(self, settings: AdamWSettings, decoupled: frozenset[str], seconds: float) -> None:
-        super().__init__(settings, decoupled)
+    def __init__(self, settings: AdamWSettings, grouping: Grouping, seconds: float) -> None:
+        super().__init__(settings, grouping)
         self._seconds = seconds
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:

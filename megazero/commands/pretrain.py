@@ -77,6 +77,10 @@ def _check(resolved: ResolvedRun, launch: Launch) -> int:
     """Check what a start checks before its processes meet, and print what the run would be."""
     _print(resolved.notices)
     config, inputs = resolved.config, _checked(resolved, launch)
+    if config.optimizer.param_groups:
+        from megazero.train.build import check_param_groups  # loads torch
+
+        check_param_groups(config, inputs.vocab_size)
     source = None
     if config.checkpoint.load is not None:
         from megazero.checkpoint.fallback import report

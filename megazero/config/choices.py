@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from megazero.config.fields import STRICT, FieldInfo
+from megazero.config.fields import STRICT, FieldInfo, parameter
 from megazero.config.optimizers import IMPLEMENTATION, LR, OPTIMIZERS, REFUSED_OPTIMIZERS
+from megazero.config.param_groups import ParamGroup
 from megazero.config.schedules import LIBRARY_PARAMS, RATE_SETTINGS, SCHEDULES, TOKENS_PER_SAMPLE, UNITS, Unit
 from megazero.config.values import Diagnostics, InvalidValue, Location, as_number, coerce, unknown, violation
 from megazero.errors import Problem
@@ -24,6 +25,7 @@ class OptimizerChoice:
     """A class of torch.optim by name, its learning rate, and its other arguments as torch names them.
 
     decoupled_lr: the learning rate of `decoupled_parameters`, names as those of `keep_in_fp32`; None: there are none.
+    param_groups: those of parameters by patterns of their names.
     """
 
     type: str = "AdamW"
@@ -31,6 +33,7 @@ class OptimizerChoice:
     params: Mapping[str, Any] = field(default_factory=dict)
     decoupled_lr: float | None = None
     decoupled_parameters: tuple[str, ...] = ()
+    param_groups: tuple[ParamGroup, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -309,6 +312,30 @@ def read_params(
             except InvalidValue:
                 diagnostics.problems.append(violation(where.quote(value), where.path, table[name], value))
     return values
+
+
+def choose_param_groups(
+    location: Location, texts: Iterable[str], optimizer: str, diagnostics: Diagnostics
+) -> tuple[ParamGroup, ...]:
+    """Return the param groups of texts such as "*.bias lr=0.001 weight_decay=0"; problems go to `diagnostics`.
+
+    optimizer: by its name in the table.
+    """
+    decays = "weight_decay" in OPTIMIZERS[optimizer].params
+    own = {"lr": parameter("lr", "float", None, optional=True, gt=0)}
+    if decays:
+        own["weight_decay"] = parameter("weight_decay", "float", None, optional=True, ge=0)
+    example = f"*.bias lr=0.001{' weight_decay=0' if decays else ''}"
+    found = []
+    for text in texts:
+        pattern, *words = text.split() or [""]
+        if not words or "=" in pattern:
+            rule = "a param group is a pattern of names and, behind it, what is its own"
+            diagnostics.problems.append(Problem(location.quote(text), rule, example))
+            continue
+        values = key_values(location, words, example, diagnostics)
+        found.append(ParamGroup(pattern, **read_params(location.key(pattern), own, values, diagnostics)))
+    return tuple(found)
 
 
 def optimizer_conflicts(

@@ -502,6 +502,11 @@ class OptimizerConfig:
     )
     lion_beta2: float = setting(0.98, help="decay of lion's average of gradients", ge=0, lt=1)
     sgd_momentum: float = setting(0.9, help="momentum of sgd", ge=0)
+    param_groups: tuple[str, ...] = setting(
+        (),
+        help="learning rate after warm-up, and weight decay, of the parameters whose names a pattern matches, the first"
+        ' one that does, such as "*.bias weight_decay=0" "embedding.* lr=1e-4"; a rate follows the schedule of lr',
+    )
     clip_grad: float = setting(1.0, help="largest global gradient norm; 0 clips nothing", ge=0)
     override_opt_param_scheduler: bool = setting(
         False,

@@ -147,6 +147,9 @@ def _optimizer(
     if choice.decoupled_lr is not None:
         found = f"optimizer.decoupled_lr: {choice.decoupled_lr:g} beside initialize(model_parameters=...)"
         raise refuse(found, "param groups have their own rates", "a param group with that lr")
+    if choice.param_groups:
+        found = "optimizer.param_groups beside initialize(model_parameters=...)"
+        raise refuse(found, "the param groups are given", "one of the two")
     return partial(_make, choice, parameters)
 
 

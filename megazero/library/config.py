@@ -23,6 +23,7 @@ from megazero.config.choices import (
     SchedulerChoice,
     changed_params,
     choose_optimizer,
+    choose_param_groups,
     choose_scheduler,
 )
 from megazero.config.engine_sections import (
@@ -88,6 +89,7 @@ _DECOUPLED = by_name(
     parameter("decoupled_lr", "float", None, optional=True, gt=0),
     parameter("decoupled_parameters", "list", (), optional=True),
 )
+_GROUPS = parameter("param_groups", "list", (), optional=True)
 # {key of megazero's form: DeepSpeed's}
 _RENAMED = MappingProxyType({"buffer_dtype": "data_types.buffer_dtype"})
 _SECTIONS = ("zero", "precision", "activations", "reports")
@@ -343,16 +345,18 @@ def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> Opti
     section = _mapping(location, value, diagnostics)
     if not section:
         return None
-    names = ("type", "lr", "params", *_DECOUPLED)
+    names = ("type", "lr", "params", *_DECOUPLED, _GROUPS.name)
     diagnostics.problems.extend(unknown(location.key(str(n)), section[n], names) for n in section if n not in names)
     params = dict(_mapping(location.key("params"), section.get("params"), diagnostics))
     if "lr" in params:
         quoted = location.key("params").key("lr").quote(params.pop("lr"))
         diagnostics.problems.append(Problem(quoted, "the learning rate stands beside the type", "optimizer.lr"))
     choice = choose_optimizer(location, section.get("type", "AdamW"), params, diagnostics, defaults={})
-    infos = {"lr": LR, **_DECOUPLED}
+    infos = {"lr": LR, **_DECOUPLED, _GROUPS.name: _GROUPS}
     given = _values(infos, location, {name: section[name] for name in infos if name in section}, diagnostics)
-    return replace(choice, **given)
+    texts = given.pop(_GROUPS.name, None) or ()
+    groups = choose_param_groups(location.key(_GROUPS.name), texts, choice.type, diagnostics)
+    return replace(choice, **given, param_groups=groups)
 
 
 def _scheduler(location: Location, value: Any, diagnostics: Diagnostics, lr: float | None) -> SchedulerChoice | None:
@@ -374,7 +378,8 @@ def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
     for problem in (problem for rule in STATE_RULES for problem in rule(parts.zero, parts.precision, spell)):
         yield replace(problem, given=f"{location}: {problem.given}")
     if parts.optimizer is not None:
-        for problem in late_updates_need_no_norms(parts.optimizer.type, parts.zero, spell):
+        kind = parts.optimizer.type
+        for problem in late_updates_need_no_norms(kind, f"optimizer.type {kind}", parts.zero, spell):
             yield replace(problem, given=f"{location}: {problem.given}")
     yield from _undecidable(parts.activations, location)
     yield from _decoupled_problems(parts.optimizer, parts.scheduler, location)
@@ -393,6 +398,13 @@ def _decoupled_problems(
     if rate is not None and not names:
         given = section.key("decoupled_lr").quote(rate)
         yield Problem(given, "a decoupled rate has parameters", 'decoupled_parameters: ["embedding", "head"]')
+    if optimizer is not None and optimizer.param_groups:
+        given = section.key("param_groups").quote([group.pattern for group in optimizer.param_groups])
+        if rate is not None:
+            rule = "param groups have rates of their own, also in place of a decoupled one"
+            yield Problem(f"{given} with decoupled_lr", rule, f'"embedding.* lr={rate:g}" among param_groups')
+        if not optimizer.lr and any(group.lr is not None for group in optimizer.param_groups):
+            yield Problem(f"{given} with lr: 0", "a rate of a param group is a multiple of lr", "lr: 0.001")
     least = None if scheduler is None else scheduler.decoupled_min_lr
     if scheduler is None or least is None:
         return
@@ -455,7 +467,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
     if optimizer is not None:
         where = location.key("optimizer")
         chosen = choose_optimizer(where, optimizer.type, optimizer.params, diagnostics, defaults={})
-        optimizer = replace(chosen, **{name: getattr(optimizer, name) for name in ("lr", *_DECOUPLED)})
+        optimizer = replace(chosen, **{name: getattr(optimizer, name) for name in ("lr", *_DECOUPLED, _GROUPS.name)})
     if scheduler is not None:
         where, lr = location.key("scheduler"), None if optimizer is None else optimizer.lr
         chosen_schedule = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=lr)

@@ -102,7 +102,14 @@ def initialize(
         setting = "zero.zero_quantized_nontrainable_weights: true"
         warnings.warn(f"{setting}: moot here, because every parameter is trained", stacklevel=2)
     chosen = choose(optimizer, settings.optimizer, model)
-    rates = LearningRates(chosen.groups, settings.scheduler, samples_per_step=batch.train, decoupled=chosen.decoupled)
+    rates = LearningRates(
+        chosen.groups,
+        settings.scheduler,
+        samples_per_step=batch.train,
+        decoupled=chosen.decoupled,
+        factors=chosen.factors,
+        decays_itself=chosen.decays_itself,
+    )
     if mesh.world.rank == 0:
         for notice in rates.notices():
             warnings.warn(notice, stacklevel=2)

@@ -1,16 +1,20 @@
 """Chooses the optimizer of an engine: the one that the configuration describes, or one that the user has made."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from megazero.config.choices import OptimizerChoice
+from megazero.config.param_groups import unmatched
 from megazero.errors import ConfigError, Problem, UsageError, raise_problems
 from megazero.library.module.formats import matching
-from megazero.optim.configured import make_optimizer
-from megazero.optim.inner import DECAYED, DECOUPLED, UNDECAYED, Elementwise, InnerOptimizer
+from megazero.optim.configured import make_optimizer, patterns_of
+from megazero.optim.grouping import DECOUPLED
+from megazero.optim.inner import Elementwise, FusedAdamW, InnerOptimizer
+from megazero.optim.lamb import Lamb
 from megazero.optim.schedules import write_rate
 from megazero.optim.torch_optimizer import TorchOptimizer
 from megazero.parallel.param_spec import named_specs
@@ -24,6 +28,8 @@ class EngineOptimizer(NamedTuple):
     inner: the optimizer of flat pieces.  groups: its param groups, whose options every update reads.
     kind: the name of its class ("AdamW"), `NO_OPTIMIZER` without one.  given: the torch optimizer from which it was
     made, None for the fused AdamW and for LAMB.  decoupled: the positions of groups whose rate is decoupled.
+    factors: by position, the multiple of the configuration's rate that a group has.  decays_itself: the positions of
+    groups whose weight decay no schedule moves.
     """
 
     inner: InnerOptimizer
@@ -31,6 +37,8 @@ class EngineOptimizer(NamedTuple):
     kind: str
     given: Optimizer | None = None
     decoupled: frozenset[int] = frozenset()
+    factors: Mapping[int, float] = MappingProxyType({})
+    decays_itself: frozenset[int] = frozenset()
 
     @property
     def exists(self) -> bool:
@@ -81,22 +89,43 @@ def choose(
 
 def _configured(choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
     decoupled = _decoupled(choice, model)
+    names = [spec.name for spec, parameter in named_specs(model) if parameter.requires_grad]
+    raise_problems(ConfigError, unmatched(choice.param_groups, names, "optimizer.param_groups"))
     inner = make_optimizer(choice, model, decoupled)
+    made = _with_members(inner, choice, model, decoupled)
+    number_of = {id(group): number for number, group in enumerate(inner.options)}
+    own = patterns_of(choice, model, inner)
+    patterns = {place: own.get(number_of[id(group)]) for place, group in enumerate(made.groups)}
+    factors = {
+        place: pattern.lr / choice.lr
+        for place, pattern in patterns.items()
+        if pattern is not None and pattern.lr is not None
+    }
+    for place, factor in factors.items():
+        write_rate([made.groups[place]], factor * choice.lr)
+    fixed = (place for place, pattern in patterns.items() if pattern is not None and pattern.weight_decay is not None)
+    return made._replace(factors=factors, decays_itself=frozenset(fixed))
+
+
+def _with_members(
+    inner: FusedAdamW | Lamb | Elementwise, choice: OptimizerChoice, model: nn.Module, decoupled: frozenset[str]
+) -> EngineOptimizer:
+    """Return the optimizer of a choice, with its parameters and rates in the param groups that have some."""
     if isinstance(inner, Elementwise):
         made = _with_groups(inner)
         own = {id(parameter) for spec, parameter in named_specs(model) if spec.name in decoupled}
         places = [place for place, group in enumerate(made.groups) if own & {id(each) for each in group["params"]}]
         write_rate([made.groups[place] for place in places], choice.decoupled_lr or choice.lr)
         return made._replace(decoupled=frozenset(places))
-    members: dict[int, list[nn.Parameter]] = {DECAYED: [], UNDECAYED: [], DECOUPLED: []}
+    members: dict[int, list[nn.Parameter]] = {group: [] for group in (1, 0, *range(2, len(inner.groups)))}
     for spec, parameter in named_specs(model):
         if parameter.requires_grad:
             members[inner.group_of(spec, parameter)].append(parameter)
     used = [group for group, found in members.items() if found]
-    for group in inner.groups:
-        rate = choice.decoupled_lr if group == DECOUPLED else choice.lr
+    for group in members:
+        rate = choice.decoupled_lr if decoupled and group == DECOUPLED else choice.lr
         inner.groups[group].update(params=members[group], lr=rate)
-    aside = frozenset(place for place, group in enumerate(used) if group == DECOUPLED)
+    aside = frozenset(place for place, group in enumerate(used) if decoupled and group == DECOUPLED)
     return EngineOptimizer(inner, [inner.groups[group] for group in used], choice.type, decoupled=aside)
 
 

@@ -1,7 +1,6 @@
 """Makes the inner optimizer of a configuration for the parameters of a model, in runs and in the library."""
 
 from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +10,9 @@ from torch.optim import Optimizer
 
 from megazero.config.choices import OptimizerChoice, defaults_of
 from megazero.config.optimizers import OPTIMIZERS
-from megazero.optim.inner import AdamWSettings, Elementwise, FusedAdamW
+from megazero.config.param_groups import ParamGroup
+from megazero.optim.grouping import DECAYED, UNDECAYED, Grouping
+from megazero.optim.inner import AdamWSettings, Elementwise, FusedAdamW, InnerOptimizer
 from megazero.optim.lamb import Lamb
 from megazero.optim.lion import Lion
 from megazero.optim.torch_optimizer import TorchOptimizer
@@ -24,29 +25,38 @@ _KERNEL_PARAMS = {"betas", "eps", "weight_decay"}
 def make_optimizer(
     choice: OptimizerChoice, model: nn.Module, decoupled: frozenset[str] = frozenset()
 ) -> FusedAdamW | Lamb | Elementwise:
-    """Make AdamW with the fused kernel, LAMB, or a torch optimizer with a decayed and an undecayed param group.
+    """Make AdamW with the fused kernel, LAMB, or a torch optimizer, with the param groups of the choice's patterns.
 
     decoupled: names of parameters with weight decay that have a param group, and a learning rate, of their own.
     """
+    grouping = Grouping(decoupled, choice.param_groups)
+    table = OPTIMIZERS[choice.type].params
+    params = defaults_of(table) | dict(choice.params)
     if choice.type == "Lamb":
-        return Lamb(defaults_of(OPTIMIZERS[choice.type].params) | dict(choice.params), decoupled)
-    others = {name for name, value in choice.params.items() if name not in _KERNEL_PARAMS and value}
-    if choice.type == "AdamW" and not others:
-        # torch's defaults for arguments that were left out, read from its signature: to make a torch optimizer would
-        # import torch._dynamo, which takes a second.
-        standard = {name: argument.default for name, argument in signature(torch.optim.AdamW).parameters.items()}
-        params = {**standard, **choice.params}
+        return Lamb(params, grouping)
+    if choice.type == "AdamW" and not {name for name in params.keys() - _KERNEL_PARAMS if params[name]}:
+        # Not by a torch optimizer: to make one would import torch._dynamo, which takes a second.
         beta1, beta2 = params["betas"]
-        return FusedAdamW(AdamWSettings(beta1, beta2, params["eps"], params["weight_decay"]), decoupled)
-    trained = [(spec, parameter) for spec, parameter in named_specs(model) if parameter.requires_grad]
-    own = [parameter for spec, parameter in trained if spec.name in decoupled]
-    decayed = [parameter for spec, parameter in trained if spec.decay and spec.name not in decoupled]
-    groups: list[dict[str, Any]] = [{"params": decayed}]
-    undecayed = [parameter for spec, parameter in trained if not spec.decay]
-    if undecayed:
-        groups.append({"params": undecayed} | ({"weight_decay": 0.0} if "weight_decay" in choice.params else {}))
-    groups.append({"params": own})
+        return FusedAdamW(AdamWSettings(beta1, beta2, params["eps"], params["weight_decay"]), grouping)
+    decays = grouping.weight_decays(params.get("weight_decay", 0.0))
+    members: list[list[nn.Parameter]] = [[] for _ in decays]
+    for spec, parameter in named_specs(model):
+        if parameter.requires_grad:
+            members[grouping.group_of(spec)].append(parameter)
+    own = [{"weight_decay": decay} if "weight_decay" in table else {} for decay in decays]
+    groups = [{"params": members[group], **own[group]} for group in (DECAYED, UNDECAYED, *range(2, len(decays)))]
     return Elementwise(TorchOptimizer(make_torch_optimizer(choice, [group for group in groups if group["params"]])))
+
+
+def patterns_of(choice: OptimizerChoice, model: nn.Module, optimizer: InnerOptimizer) -> dict[int, ParamGroup]:
+    """Return the choice's param groups by the number that the optimizer made of it has for them, where it has some."""
+    grouping = Grouping(patterns=choice.param_groups)
+    found = ((spec, parameter, grouping.pattern_of(spec)) for spec, parameter in named_specs(model))
+    return {
+        optimizer.group_of(spec, parameter): pattern
+        for spec, parameter, pattern in found
+        if pattern is not None and parameter.requires_grad
+    }
 
 
 def make_torch_optimizer(choice: OptimizerChoice, params: Iterable[Any]) -> Optimizer:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from megazero.errors import Problem, UsageError
 from megazero.memory.lease import Scratch
+from megazero.optim.grouping import Grouping
 from megazero.optim.torch_optimizer import FlatRun, TorchOptimizer
 from megazero.parallel.param_spec import ParamSpec
 
-UNDECAYED, DECAYED, DECOUPLED = 0, 1, 2
 # On a CPU a run is updated in pieces whose gradients stay in the cache between being scaled and being used: 2 MiB.
 # Smaller ones would stay in a nearer cache, which saves less than their calls cost.
 _CACHED_NUMEL = 1 << 19
@@ -157,31 +157,23 @@ class WithMoments:
     """What optimizers have in common whose state is the two moments of Adam in the engine's shards.
 
     groups: the options of the groups, which every update reads; "lr" is read where the update is given no rate.
-    Weight decay applies to parameters whose spec has `decay`.
+    Weight decay applies to parameters whose spec has `decay`, and to those of a pattern that says so.
     """
 
     moments = kinds = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, common: Mapping[str, Any], weight_decay: float, decoupled: frozenset[str]) -> None:
-        """common: options of all groups.  decoupled: names of parameters, with weight decay, that have a learning rate
-        of their own, in a group of their own.
-        """
-        self._decoupled = decoupled
-        self.groups: Mapping[int, dict[str, Any]] = {
-            UNDECAYED: {**common, "weight_decay": 0.0},
-            DECAYED: {**common, "weight_decay": weight_decay},
-        }
-        if decoupled:
-            self.groups = {**self.groups, DECOUPLED: {**common, "weight_decay": weight_decay}}
+    def __init__(self, common: Mapping[str, Any], weight_decay: float, grouping: Grouping) -> None:
+        """common: options of all groups."""
+        self._grouping = grouping
+        decays = grouping.weight_decays(weight_decay)
+        self.groups: Sequence[dict[str, Any]] = [{**common, "weight_decay": decay} for decay in decays]
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        return [*self.groups.values()]
+        return [*self.groups]
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
-        if spec.name in self._decoupled:
-            return DECOUPLED
-        return DECAYED if spec.decay else UNDECAYED
+        return self._grouping.group_of(spec)
 
     def bind(self, runs: Sequence[Run]) -> None:
         """Do nothing: the moments are the only state."""
@@ -204,9 +196,9 @@ class FusedAdamW(WithMoments):
 
     skips_on_host = False
 
-    def __init__(self, settings: AdamWSettings, decoupled: frozenset[str] = frozenset()) -> None:
+    def __init__(self, settings: AdamWSettings, grouping: Grouping | None = None) -> None:
         common = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-        super().__init__(common, settings.weight_decay, decoupled)
+        super().__init__(common, settings.weight_decay, grouping or Grouping())
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         numel = run.master.numel()

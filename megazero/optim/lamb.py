@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero.memory.lease import Scratch
+from megazero.optim.grouping import Grouping
 from megazero.optim.inner import Run, StepInputs, WithMoments, piece_numel, scaled
 
 
@@ -21,14 +22,14 @@ class Lamb(WithMoments):
 
     skips_on_host = True
 
-    def __init__(self, params: Mapping[str, Any], decoupled: frozenset[str] = frozenset()) -> None:
+    def __init__(self, params: Mapping[str, Any], grouping: Grouping | None = None) -> None:
         """params: by the names of the table of optimizers.
 
         bias_correction: whether moments are divided by what they lack in the first steps.  eps_inside_sqrt: whether eps
         is added to the second moment, not to its root.  min_coeff, max_coeff: the least and the largest trust ratio.
         """
         common = {name: value for name, value in params.items() if name != "weight_decay"}
-        super().__init__(common, params["weight_decay"], decoupled)
+        super().__init__(common, params["weight_decay"], grouping or Grouping())
 
     def measure(self, part: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> Tensor:
         """Advance the moments; return the squares of the norms of weights and direction."""

@@ -6,6 +6,7 @@ from typing import Any
 from megazero.config.choices import (
     AUTO,
     OptimizerChoice,
+    choose_param_groups,
     choose_sweep,
     defaults_of,
     key_values,
@@ -56,7 +57,13 @@ def choose_for_run(config: OptimizerConfig, diagnostics: Diagnostics) -> Optimiz
         both = tuple(numbers[setting] for setting in settings)
         values[name] = both if optimizer.params[name].kind == "pair" else both[0]
     diagnostics.problems.extend(optimizer_conflicts(location, values, momentum="--sgd-momentum 0.9"))
-    return OptimizerChoice(type=kind, lr=config.lr, params=values)
+    groups = choose_param_groups(Location("--param-groups"), config.param_groups, kind, diagnostics)
+    if groups and config.decoupled_lr is not None:
+        rule = "param groups have rates of their own, also of the word embedding and the head"
+        conflict = f"--decoupled-lr {config.decoupled_lr:g} with --param-groups"
+        legal = f'--param-groups "embedding.word.* lr={config.decoupled_lr:g}"'
+        diagnostics.problems.append(Problem(conflict, rule, legal))
+    return OptimizerChoice(type=kind, lr=config.lr, params=values, param_groups=groups)
 
 
 def _flags(settings: Iterable[str]) -> str:

@@ -569,8 +569,10 @@ def _with_flags(rule: StateRule) -> Rule:
 
 
 def late_updates_are_elementwise(config: RunConfig, world_size: int) -> Iterable[Problem]:
-    kind = RUN_NAMES[config.optimizer.optimizer]
-    return late_updates_need_no_norms(kind, config.zero, lambda name: "--" + name.replace("_", "-"))
+    name = config.optimizer.optimizer
+    return late_updates_need_no_norms(
+        RUN_NAMES[name], f"--optimizer {name}", config.zero, lambda setting: "--" + setting.replace("_", "-")
+    )
 
 
 def shard_groups_divide_replicas(config: RunConfig, world_size: int) -> Iterable[Problem]:

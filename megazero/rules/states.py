@@ -146,13 +146,15 @@ def late_updates_have_their_gradients(zero: ZeroConfig, precision: PrecisionConf
         yield Problem(given, rule, f"{spell('delayed_parameter_update')}, or {spell('offload_gradients_nvme')}")
 
 
-def late_updates_need_no_norms(optimizer: str, zero: ZeroConfig, spell: Spell) -> Iterator[Problem]:
-    """Yield the problem of an optimizer, by its name in the table, that cannot update beside the next step."""
+def late_updates_need_no_norms(optimizer: str, named: str, zero: ZeroConfig, spell: Spell) -> Iterator[Problem]:
+    """Yield the problem of an optimizer that cannot update beside the next step.
+
+    optimizer: by its name in the table.  named: as the user says it.
+    """
     if zero.delayed_parameter_update and OPTIMIZERS[optimizer].measures:
-        others = [name for name, each in OPTIMIZERS.items() if not each.measures]
-        given = f"{spell('delayed_parameter_update')} with optimizer {optimizer}"
+        given = f"{spell('delayed_parameter_update')} with {named}"
         rule = f"{optimizer} needs norms of whole parameters, which all processes sum up before any is updated"
-        yield Problem(given, rule, f"leave out {spell('delayed_parameter_update')}, or one of {', '.join(others)}")
+        yield Problem(given, rule, f"leave out {spell('delayed_parameter_update')}, or another optimizer")
 
 
 STATE_RULES: tuple[StateRule, ...] = (

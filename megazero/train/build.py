@@ -1,6 +1,6 @@
 """Build a run from a configuration: one function makes each component, and is given only the components it needs.
 
-`check.check` comes first; `check_checkpoint` needs no process group either.
+`check.check` comes first; `check_checkpoint` and `check_param_groups` need no process group either.
 `assemble` makes the mesh, the model, the engine, the data and the writers, and restores or initialises.
 """
 
@@ -30,19 +30,20 @@ from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
 from megazero.comm.startup import make_mesh
 from megazero.config import derived
+from megazero.config.param_groups import unmatched
 from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
 from megazero.data.loader import BatchLayout, BatchLoader
 from megazero.data.tokenizers import load_tokenizer
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, raise_problems
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.host import retain_freed_memory, return_freed_memory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.model.compiled import compile_blocks, is_compiled, parameters_of_parts
 from megazero.model.gpt import GPT, INPUT_AND_OUTPUT
 from megazero.model.initial_values import initial_value
-from megazero.optim.configured import make_optimizer, saved_kinds
+from megazero.optim.configured import make_optimizer, patterns_of, saved_kinds
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
@@ -112,6 +113,14 @@ def check_checkpoint(config: RunConfig, inputs: RunInputs, world_size: int) -> T
             schedule = LearningRate.from_config(config.optimizer, derived.run_length(config, world_size))
             _reconciled(found.checkpoint, schedule, config, world_size)
     return found
+
+
+def check_param_groups(config: RunConfig, vocab_size: int) -> None:
+    """Raise ConfigError for patterns of --param-groups that no parameter of the whole model is left for."""
+    groups = optimizer_choice(config.optimizer).param_groups
+    if groups:
+        names = [name for name, _ in _meta_model(config, vocab_size=vocab_size).named_parameters()]
+        raise_problems(ConfigError, unmatched(groups, names, "--param-groups"))
 
 
 def _reconciled(checkpoint: Checkpoint, schedule: LearningRate, config: RunConfig, world_size: int) -> LearningRate:
@@ -284,16 +293,15 @@ def _num_positions(config: RunConfig, mesh: Mesh) -> int:
 def _build_engine(
     config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger, timers: Timers
 ) -> Engine:
+    choice = optimizer_choice(config.optimizer)
+    names = _all_parameters(config, model) if mesh.topology.pp > 1 else ()
+    check_param_groups(config, model.vocab_size)
     settings = EngineSettings(
         config.zero,
-        make_optimizer(
-            optimizer_choice(config.optimizer),
-            model,
-            frozenset() if config.optimizer.decoupled_lr is None else INPUT_AND_OUTPUT,
-        ),
+        make_optimizer(choice, model, frozenset() if config.optimizer.decoupled_lr is None else INPUT_AND_OUTPUT),
         lambda spec, parameter: initial_value(spec, config.training.seed, like=parameter),
         ledger,
-        parameter_names=_all_parameters(config, model) if mesh.topology.pp > 1 else (),
+        parameter_names=names,
         checks_finite=config.precision.check_for_nan_in_loss_and_grad,
         timers=timers,
     )
@@ -315,6 +323,8 @@ def _meta_model(config: RunConfig, *, vocab_size: int) -> GPT:
 
 def step_context(config: RunConfig, components: RunComponents) -> StepContext:
     """Return the context of every training and evaluation step of the run."""
+    choice, optimizer = optimizer_choice(config.optimizer), components.engine.settings.optimizer
+    patterns = patterns_of(choice, components.model, optimizer)
     return StepContext(
         engine=components.engine,
         model=components.model,
@@ -328,8 +338,17 @@ def step_context(config: RunConfig, components: RunComponents) -> StepContext:
         deferred=components.deferred,
         trace=components.trace,
         attention=components.attention.kernel,
-        decayed=[group for group in components.engine.settings.optimizer.options if group.get("weight_decay")],
+        decayed=[
+            group
+            for number, group in enumerate(optimizer.options)
+            if group.get("weight_decay") and (number not in patterns or patterns[number].weight_decay is None)
+        ],
         decoupled=_decoupled_groups(config, components),
+        scaled=[
+            (optimizer.options[number], pattern.lr / choice.lr)
+            for number, pattern in patterns.items()
+            if pattern.lr is not None
+        ],
         scales=components.scales,
     )
 

@@ -68,7 +68,8 @@ class StepContext:
     checks_overflow: True if a gradient that is not finite skips the step (fp16).  plan: this rank's pipeline stage.
     deferred: the store for weight gradients that the schedule computes later, None if it does not.
     attention: the kernel that attention prefers (`attention_kernel.py`), None for torch's own choice.
-    decayed, decoupled: the optimizer's param groups that have a weight decay, and a learning rate of their own.
+    decayed, decoupled: the optimizer's param groups whose weight decay may increase, and those with --decoupled-lr.
+    scaled: those with a rate of their own, which is the others' times a factor.
     scales: those of 8-bit numbers that follow from earlier steps, None without delayed scaling.
     """
 
@@ -86,4 +87,5 @@ class StepContext:
     attention: str | None = None
     decayed: Sequence[dict[str, Any]] = ()
     decoupled: Sequence[dict[str, Any]] = ()
+    scaled: Sequence[tuple[dict[str, Any], float]] = ()
     scales: DelayedScales | None = None

@@ -18,7 +18,7 @@ from megazero.parallel.threads import use_cpu_threads
 from megazero.tensor_parallel.float8 import check_device
 from megazero.tensor_parallel.float32 import use_tf32
 from megazero.train.attention_kernel import check_attention
-from megazero.train.build import assemble, check_checkpoint, open_journal
+from megazero.train.build import assemble, check_checkpoint, check_param_groups, open_journal
 from megazero.train.check import topology
 from megazero.train.determinism import use_deterministic_mode
 from megazero.train.inputs import RunInputs
@@ -28,6 +28,7 @@ from megazero.train.loop import train
 def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
     """Build the run and train; return the exit status of the process."""
     check_checkpoint(config, inputs, launch.world_size)
+    check_param_groups(config, inputs.vocab_size)
     parallel, logging = config.parallel, config.logging
     device = choose_device(parallel.device, launch)
     check_attention(config.training.attention_backend, device)

@@ -71,11 +71,15 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
 
     write_momentum(engine.settings.optimizer.options, controls.momentum)
     write_weight_decay(context.decayed, controls.weight_decay)
-    if controls.decoupled_lr is not None:
+    rates_differ = controls.decoupled_lr is not None or bool(context.scaled)
+    if rates_differ:
         write_rate(engine.settings.optimizer.options, controls.lr)
+    if controls.decoupled_lr is not None:
         write_rate(context.decoupled, controls.decoupled_lr)
+    for group, factor in context.scaled:
+        write_rate([group], factor * controls.lr)
     scale = engine.predivisor * num_positions / num_tokens / controls.loss_scale
-    lr = controls.lr if controls.decoupled_lr is None else None
+    lr = None if rates_differ else controls.lr
     update = update_parameters(engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=lr)
     if context.scales is not None:
         context.scales.end_step(update.skipped)

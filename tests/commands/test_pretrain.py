@@ -71,6 +71,14 @@ def test_a_check_says_what_the_run_would_be(tmp_path: Path, monkeypatch: pytest.
     assert "ok" not in capsys.readouterr().out.split()
 
 
+def test_a_check_finds_patterns_that_match_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    words = [*SMALL, "--check", "--param-groups", "*.bias weight_decay=0.1"]
+    assert run_here(words, monkeypatch) == 0
+    assert run_here([*words, "norm lr=1e-4"], monkeypatch) == 2
+    told = capsys.readouterr().err
+    assert "--param-groups: norm\n" in told and "layers.0.input_norm.weight" in told
+
+
 def test_a_check_compares_the_checkpoint_that_would_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -7,8 +7,15 @@ import torch
 from support.each import each
 from support.published_optimizers import reference_class
 
-from megazero.config.choices import OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
+from megazero.config.choices import (
+    OptimizerChoice,
+    SchedulerChoice,
+    choose_optimizer,
+    choose_param_groups,
+    choose_scheduler,
+)
 from megazero.config.optimizers import OPTIMIZERS
+from megazero.config.param_groups import ParamGroup
 from megazero.config.schedules import SCHEDULES
 from megazero.config.values import Diagnostics, Location
 from megazero.errors import Problem
@@ -43,6 +50,37 @@ def test_what_was_said_wins_over_defaults_and_auto_takes_them() -> None:
     assert findings == Diagnostics()
     assert choice.lr == 1e-3 and choice.params["betas"] == (0.9, 0.95)
     assert (choice.params["eps"], choice.params["weight_decay"], choice.params["amsgrad"]) == (1e-8, 1.0, False)
+
+
+def test_param_groups_are_read() -> None:
+    findings = Diagnostics()
+    texts = ["*.bias weight_decay=0", "layers.[01].*  lr=1e-4   weight_decay=0.5", "? lr=2"]
+    assert choose_param_groups(Location("--param-groups"), texts, "SGD", findings) == (
+        ParamGroup("*.bias", None, 0.0),
+        ParamGroup("layers.[01].*", 1e-4, 0.5),
+        ParamGroup("?", 2.0),
+    )
+    assert findings.problems == []
+
+
+@each(
+    ("kind", "text", "given", "legal"),
+    [
+        ("SGD", "", '--param-groups: ""', "*.bias lr=0.001 weight_decay=0"),
+        ("SGD", "lr=1", '--param-groups: "lr=1"', "*.bias lr=0.001"),
+        ("SGD", "*.bias", '--param-groups: "*.bias"', "*.bias lr=0.001"),
+        ("SGD", "*.bias lr", "--param-groups lr", "*.bias lr=0.001"),
+        ("SGD", "*.bias lr=0", "--param-groups: *.bias.lr: 0", "a number, greater than 0"),
+        ("SGD", "*.bias weight_decay=-1", "--param-groups: *.bias.weight_decay: -1", "0"),
+        ("SGD", "*.bias momentum=0.5", "--param-groups: *.bias.momentum: 0.5", "lr"),
+        ("Rprop", "*.bias weight_decay=0", "--param-groups: *.bias.weight_decay: 0", "lr"),
+    ],
+)
+def test_a_param_group_that_cannot_be_read(kind: str, text: str, given: str, legal: str) -> None:
+    findings = Diagnostics()
+    choose_param_groups(Location("--param-groups"), [text], kind, findings)
+    (problem,) = findings.problems
+    assert problem.given == given and legal in problem.legal
 
 
 def test_what_chooses_an_implementation_earns_a_notice() -> None:

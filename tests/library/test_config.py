@@ -252,14 +252,45 @@ def test_it_is_frozen_and_strict() -> None:
         ),
         ({"zero": {}, "parallel": {}}, "config: parallel: {}", "no key of this name", "optimizer"),
         ({"zero": {}, "optimiser": {}}, "config: optimiser: {}", "no key of this name", "optimizer"),
-        ({"zero": {}, "optimizer": {"kind": "SGD"}}, 'config: optimizer.kind: "SGD"', "no key", "lr, params, type"),
+        (
+            {"zero": {}, "optimizer": {"kind": "SGD"}},
+            'config: optimizer.kind: "SGD"',
+            "no key",
+            "lr, param_groups, params, type",
+        ),
         (
             {"zero": {"offload_optimizer": "cpu", "delayed_parameter_update": True}, "optimizer": {"type": "Lamb"}},
-            "config: zero.delayed_parameter_update with optimizer Lamb",
+            "config: zero.delayed_parameter_update with optimizer.type Lamb",
             "norms of whole parameters",
-            "leave out zero.delayed_parameter_update, or one of AdamW",
+            "leave out zero.delayed_parameter_update, or another optimizer",
         ),
         ({"zero": {}, "optimizer": {"type": "Muon"}}, 'config: optimizer.type: "Muon"', "refused", "AdamW"),
+        (
+            {"optimizer": {"type": "SGD", "lr": 0.1, "param_groups": ["*.bias"]}},
+            'config: optimizer.param_groups: "*.bias"',
+            "a pattern of names and, behind it",
+            "*.bias lr=0.001 weight_decay=0",
+        ),
+        (
+            {"optimizer": {"type": "SGD", "lr": 0.0, "param_groups": ["*.bias lr=1"]}},
+            'config: optimizer.param_groups: ["*.bias"] with lr: 0',
+            "a multiple",
+            "lr: 0.001",
+        ),
+        (
+            {
+                "optimizer": {
+                    "type": "SGD",
+                    "lr": 0.1,
+                    "param_groups": ["*.bias lr=1"],
+                    "decoupled_lr": 0.5,
+                    "decoupled_parameters": ["head"],
+                }
+            },
+            'config: optimizer.param_groups: ["*.bias"] with decoupled_lr',
+            "rates of their own",
+            "lr=0.5",
+        ),
         ({"zero": {}, "optimizer": {"params": {"lr": 1}}}, "config: optimizer.params.lr: 1", "beside", "optimizer.lr"),
         ({"optimizer": {"type": "SGD", "lr": None}}, "config: optimizer.lr: null", "a number, at least 0", "number"),
         (

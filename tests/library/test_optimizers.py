@@ -142,6 +142,76 @@ def test_what_the_optimizer_was_not_given_stays(stage: int) -> None:
         assert torch.equal(found[name], value) != name.startswith("layers."), name
 
 
+# --- param groups by pattern -----------------------------------------------------------------------------------------
+
+# Rates as multiples of the others', and weight decays; the weights of the layers are matched by two patterns.
+PATTERNS = ["layers.0.* lr=0.06", "layers.*.weight weight_decay=0.5", "last.* lr=0.002 weight_decay=0.3"]
+
+
+def by_pattern(rank: int, kind: str, stage: int, dp: int, **more: Any) -> dict[str, Tensor]:
+    mesh = mesh_in_worker(rank, dp=dp) if dp > 1 else None
+    optimizer = {"type": kind, "lr": LR, "params": {"weight_decay": 0.1}, "param_groups": PATTERNS}
+    scheduler = {"type": "linear", "params": {"lr_decay_iters": 5, "min_lr": 0.004}}
+    settings = config(stage, optimizer=optimizer, scheduler=scheduler)
+    settings["zero"] |= more
+    return run(megazero.initialize(make(NAME), settings, mesh=mesh), rank, dp)
+
+
+def plain_by_pattern(kind: str) -> dict[str, Tensor]:
+    """Train with torch's groups, whose rates are written by hand before each step."""
+    model = make(NAME)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        factor, decay = 1.0, 0.1
+        if name.startswith("layers.0."):
+            factor = 3.0
+        elif name.startswith("layers.") and name.endswith(".weight"):
+            decay = 0.5
+        elif name.startswith("last."):
+            factor, decay = 0.1, 0.3
+        if p.requires_grad:
+            groups.setdefault((factor, decay), []).append(p)
+    assert len(groups) == 4
+    optimizer = reference_class(kind)([{"params": p, "weight_decay": key[1]} for key, p in groups.items()], lr=1.0)
+    for step in range(STEPS):
+        for (factor, _), group in zip(groups, optimizer.param_groups, strict=True):
+            group["lr"] = factor * (0.004 + (LR - 0.004) * (1 - step / 5))
+        optimizer.zero_grad()
+        CASES[NAME].loss(model, step, *inputs_of(NAME, step)).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lamb", "NAdam"])
+def test_patterns_have_rates_and_decays_of_their_own(kind: str) -> None:
+    for stage in (0, 3):
+        close(by_pattern(0, kind, stage, 1), plain_by_pattern(kind))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+def test_patterns_on_several_ranks(kind: str) -> None:
+    for found in run_ranks(2, by_pattern, kind, 2, 2):
+        close(found, plain_by_pattern(kind))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "given", "legal"),
+    [
+        (["weight lr=1"], "optimizer.param_groups: weight", "0.weight"),
+        (["*.bais lr=1"], "optimizer.param_groups: *.bais", "0.bias, 1.bias"),
+        (["0.* lr=1", "0.b* lr=2"], "optimizer.param_groups: 0.b*", "0.b* before 0.*"),
+        (["2.* lr=1"], "optimizer.param_groups: 2.*", "0.weight, 0.bias, 1.weight, ..."),
+    ],
+)
+def test_a_pattern_without_parameters_is_refused(patterns: list[str], given: str, legal: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(ConfigError) as caught:
+        megazero.initialize(model, {"optimizer": {"type": "SGD", "lr": 0.1, "param_groups": patterns}})
+    (problem,) = caught.value.problems
+    assert problem.given == given and problem.legal.startswith(legal)
+
+
 # --- choice and refusals ---------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Tests the optimizer that a configuration selects: its kind, its groups, and the state that checkpoints keep."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,8 +8,11 @@ from torch import nn
 
 from megazero.config.choices import OptimizerChoice
 from megazero.config.optimizers import OPTIMIZERS
-from megazero.optim.configured import make_optimizer, saved_kinds
-from megazero.optim.inner import DECAYED, Elementwise, FusedAdamW
+from megazero.config.param_groups import ParamGroup
+from megazero.optim.configured import make_optimizer, patterns_of, saved_kinds
+from megazero.optim.grouping import DECAYED
+from megazero.optim.inner import Elementwise, FusedAdamW
+from megazero.parallel.param_spec import named_specs
 
 
 def choice(kind: str, **params: Any) -> OptimizerChoice:
@@ -37,6 +41,29 @@ def test_weight_decay_is_for_what_decays() -> None:
     assert (decayed["weight_decay"], others["weight_decay"], others["momentum"]) == (0.25, 0.0, 0.5)
     assert len(groups(choice("Rprop"), model)) == 2, "the groups are the same where nothing decays"
     assert len(groups(choice("Adamax"), nn.Linear(3, 2, bias=False))) == 1
+
+
+PATTERNS = (ParamGroup("*.bias", lr=0.5), ParamGroup("1.*", weight_decay=0.5))
+
+
+def test_groups_of_patterns_come_behind_the_others() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    for kind in ("SGD", "AdamW", "Lamb"):
+        chosen = replace(choice(kind, weight_decay=0.25), param_groups=PATTERNS)
+        optimizer = make_optimizer(chosen, model)
+        found = {
+            spec.name: (optimizer.options[group]["weight_decay"], patterns_of(chosen, model, optimizer).get(group))
+            for spec, parameter in named_specs(model)
+            for group in [optimizer.group_of(spec, parameter)]
+        }
+        assert found == {
+            "0.weight": (0.25, None),
+            "0.bias": (0.0, PATTERNS[0]),
+            "1.weight": (0.5, PATTERNS[1]),
+            "1.bias": (0.0, PATTERNS[0]),
+            "2.weight": (0.25, None),
+            "2.bias": (0.0, PATTERNS[0]),
+        }
 
 
 @pytest.mark.parametrize(

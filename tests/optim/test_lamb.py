@@ -10,7 +10,8 @@ from torch import Tensor
 from megazero.config.choices import defaults_of
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.optim.inner import DECAYED, Run, StepInputs
+from megazero.optim.grouping import DECAYED
+from megazero.optim.inner import Run, StepInputs
 from megazero.optim.lamb import Lamb
 
 CUT = 4

@@ -46,6 +46,12 @@ def test_parameters_that_are_no_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "given", "legal"),
     [
+        (
+            {"param_groups": ("*.bias lr=1",), "decoupled_lr": 0.5},
+            "--decoupled-lr 0.5 with --param-groups",
+            '--param-groups "embedding.word.* lr=0.5"',
+        ),
+        ({"param_groups": ("*.bias lr=fast",)}, '--param-groups: *.bias.lr: "fast"', "a number"),
         ({"optimizer_params": ("nesterov=true",)}, "--optimizer-params: nesterov: true", "amsgrad"),
         ({"optimizer": "sgd", "optimizer_params": ("nesterov",)}, "--optimizer-params nesterov", "nesterov=true"),
         ({"optimizer": "sgd", "optimizer_params": ("nesterov=1.5",)}, "--optimizer-params: nesterov: 1.5", "true"),

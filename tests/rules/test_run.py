@@ -275,8 +275,8 @@ def test_a_valid_run_has_no_problem() -> None:
         (
             1,
             {"optimizer": "lamb", "offload_optimizer": "cpu", "delayed_parameter_update": True},
-            "--delayed-parameter-update with optimizer Lamb",
-            "leave out --delayed-parameter-update, or one of AdamW",
+            "--delayed-parameter-update with --optimizer lamb",
+            "leave out --delayed-parameter-update, or another optimizer",
         ),
     ],
 )

@@ -22,6 +22,7 @@ from megazero.data.loader import BatchLoader
 from megazero.errors import CheckpointError, ConfigError
 from megazero.model.gpt import INPUT_AND_OUTPUT
 from megazero.optim.schedules import LearningRate
+from megazero.parallel.param_spec import named_specs
 from megazero.train.build import batch_layout, step_context
 from megazero.train.inputs import RunInputs
 from megazero.train.step import StepControls, training_step
@@ -169,6 +170,84 @@ def test_the_word_embedding_has_a_rate_of_its_own(case: str) -> None:
     more = {"decoupled_lr": 3 * LR, "lr_decay_style": "constant", "lr": LR, **SCHEDULE}
     found = weights([train_on_rank(0, case, 3, more=more)])
     close(found, plain_weights(case, decoupled=3 * LR))
+
+
+PATTERNS = ("*.bias lr=0.02 weight_decay=0.3", "layers.1.* lr=0.005", "embedding.* weight_decay=0.0")
+
+
+def weights_by_pattern(case: str) -> dict[str, Tensor]:
+    """Train the plain model with param groups whose rates and decays are written by hand, as `PATTERNS` say."""
+    _, kind, options = CASES[case]
+    live = {name: value.clone().requires_grad_(True) for name, value in first_weights(tiny_run()).items()}
+    factors, groups = [], []
+    for name, value in live.items():
+        factor, decay = 1.0, 0.1 if decayed(name) else 0.0
+        if name.endswith(".bias"):
+            factor, decay = 2.0, 0.3
+        elif name.startswith("layers.1."):
+            factor = 0.5
+        elif name.startswith("embedding."):
+            decay = 0.0
+        factors.append(factor)
+        groups.append({"params": [value], "weight_decay": decay})
+    optimizer = reference_class(kind)(groups, lr=LR, **options)
+    for step in range(STEPS):
+        grads = gradients(mean_loss(live, reference_batch(step * GLOBAL_BATCH, GLOBAL_BATCH, masked=False)), live)
+        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+        for name, value in live.items():
+            value.grad = grads[name] * min(1.0, CLIP / (float(norm) + 1e-6))
+        for group, factor in zip(optimizer.param_groups, factors, strict=True):
+            group["lr"] = factor * rate(step)
+        optimizer.step()
+    return {name: value.detach() for name, value in live.items()}
+
+
+@pytest.mark.parametrize("case", ["adam", "sgd", "lamb"])
+def test_patterns_have_rates_and_decays_of_their_own(case: str) -> None:
+    close(weights([train_on_rank(0, case, 3, more={"lr": LR, "param_groups": PATTERNS})]), weights_by_pattern(case))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("case", "stage", "dp", "tp"), [("adam", 1, 2, 2), ("nadam", 3, 2, 1), ("lamb", 2, 2, 2)])
+def test_patterns_on_several_ranks(case: str, stage: int, dp: int, tp: int) -> None:
+    more = {"lr": LR, "param_groups": PATTERNS}
+    found = weights(run_ranks(dp * tp, train_on_rank, case, stage, dp, tp, more))
+    close(found, weights_by_pattern(case))
+
+
+@pytest.mark.parametrize("case", ["adam", "sgd"])
+def test_an_own_weight_decay_does_not_increase(case: str) -> None:
+    """What a pattern says nothing of increases, with the others."""
+    case = next(name for name in CASES if name.startswith(case))
+    increase = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.6}
+    own = {"lr": LR, "param_groups": ("layers.0.*.weight weight_decay=0.6", "layers.1.*.weight lr=0.02")}
+    config = tiny_run(**settings_of(case, **increase, **own))
+    core = core_on_rank(0, config)
+    context = step_context(config, core)
+    found = sorted(len(group["params"]) for group in context.decayed) if case == "sgd" else len(context.decayed)
+    assert found and all(group["weight_decay"] == 0.6 for group in context.decayed)
+    names = {spec.name for spec, p in named_specs(core.model) if moves(core, context.decayed, spec, p)}
+    assert "layers.0.mlp.up.weight" not in names
+    assert {"layers.1.mlp.up.weight", "embedding.word.weight"} <= names
+    assert [factor for _, factor in context.scaled] == [2.0] * len(context.scaled) != []
+    core.engine.close()
+
+
+def moves(core: Any, groups: Any, spec: Any, parameter: Any) -> bool:
+    optimizer = core.engine.settings.optimizer
+    own = optimizer.options[optimizer.group_of(spec, parameter)]
+    return any(own is group for group in groups)
+
+
+@pytest.mark.gloo
+def test_a_pattern_may_match_on_one_pipeline_stage_only(tmp_path: Path) -> None:
+    more = {"lr": LR, "param_groups": PATTERNS}
+    whole_run(0, 1, run_settings("nadam", tmp_path / "one", **more))
+    layout = {"pipeline_model_parallel_size": 2, "zero_stage": 1}
+    run_ranks(2, whole_run, 2, run_settings("nadam", tmp_path / "two", **layout, **more))
+    close(full(tmp_path / "two"), full(tmp_path / "one"))
+    with pytest.raises(ConfigError, match=r"--param-groups: layer.0(?s:.*)legal: layers.0"):
+        whole_run(0, 1, run_settings("nadam", tmp_path / "none", param_groups=("layer.0.mlp.up.weight lr=1",)))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,6 +12,7 @@ The learning rate advances after each update that was not skipped.
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,11 +64,14 @@ class LearningRates:
         *,
         samples_per_step: int | None = None,
         decoupled: Collection[int] = (),
+        factors: Mapping[int, float] = MappingProxyType({}),
+        decays_itself: Collection[int] = (),
     ) -> None:
         """groups: param groups with an "lr" each, which a schedule takes as its base and writes to.
 
         samples_per_step: those of every update from now on, over all ranks.  decoupled: the positions of groups whose
-        least rate is the schedule's `decoupled_min_lr`.
+        least rate is the schedule's `decoupled_min_lr`.  factors: by position, what a group's rate is a multiple of the
+        schedule's by.  decays_itself: the positions of groups whose weight decay stays.
         Raises ConfigError if a rate is below the one at which the schedule starts or ends; if the schedule counts
         samples and their number is not known; or if it increases a weight decay that the groups have not got.
         """
@@ -75,7 +79,10 @@ class LearningRates:
         self._schedule = schedule
         self._decoupled = decoupled
         self._bases = [float(group["lr"]) for group in groups]
-        self._decayed = [group for group in groups if group.get("weight_decay")]
+        self._factors = factors
+        self._decayed = [
+            group for place, group in enumerate(groups) if group.get("weight_decay") and place not in decays_itself
+        ]
         self._num_updates = self._num_samples = 0
         self.samples_per_step = samples_per_step
         raise_problems(ConfigError, self._problems())
@@ -160,7 +167,7 @@ class LearningRates:
         if schedule is None:
             return
         for name in ("lr_warmup_init", "min_lr"):
-            rates = [self._bases[place] for place in range(len(self._bases)) if not self._is_aside(place, name)]
+            rates = [self._peak(place) for place in range(len(self._bases)) if not self._is_aside(place, name)]
             lowest = min(rates, default=math.inf)
             if schedule.params.get(name, 0.0) > lowest:
                 given = f"scheduler.params.{name}: {schedule.params[name]:g} with a learning rate of {lowest:g}"
@@ -174,6 +181,10 @@ class LearningRates:
             rule = "an optimizer whose weight decay increases has one"
             yield Problem(given, rule, f"optimizer.params.weight_decay: {schedule.weight_decay['end']:g}")
 
+    def _peak(self, place: int) -> float:
+        """Return the peak of the schedule that a group's rate is a multiple of."""
+        return self._bases[place] / self._factors.get(place, 1.0)
+
     def _is_aside(self, place: int, name: str) -> bool:
         """Return True if a group has a least rate of its own."""
         has_own = self._schedule is not None and self._schedule.decoupled_min_lr is not None
@@ -184,9 +195,10 @@ class LearningRates:
         if schedule is None:
             return
         progress = progress_of(schedule, self._num_updates, self._num_samples)
-        for place, (group, base) in enumerate(zip(self._groups, self._bases, strict=True)):
+        for place, group in enumerate(self._groups):
             least = schedule.decoupled_min_lr if place in self._decoupled else None
-            group["lr"] = rate_of(schedule, progress, base, min_lr=least)
+            factor = self._factors.get(place, 1.0)
+            group["lr"] = factor * rate_of(schedule, progress, self._peak(place), min_lr=least)
         write_momentum(self._groups, momentum_of(schedule, progress))
         write_weight_decay(self._decayed, increased_weight_decay(schedule.weight_decay, progress))
 
