@@ -125,6 +125,12 @@ LR = parameter("lr", "float", None, ge=0)
 IMPLEMENTATION = ("foreach", "fused", "capturable", "torch_adam", "set_grad_none")
 
 _COMPRESSED = "it compresses what the processes exchange, and here gradients are exchanged in full"
+_EIGHT_BITS = (
+    "its states are integers with a scale for each block, and partitions, which change with the layout, cut blocks"
+)
+_FACTORED = (
+    "its state is of the rows and columns of whole matrices, and partitions and checkpoints here are of elements"
+)
 _WHOLE = "its update of one element depends on others, and an optimizer here sees flat slices of parameters"
 _MUP = "it scales learning rates by shapes that only the mup package knows"
 
@@ -134,7 +140,9 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
         "OneBitAdam": _COMPRESSED,
         "ZeroOneAdam": _COMPRESSED,
         "Muon": _WHOLE,
-        "Adafactor": _WHOLE,
+        "Adafactor": _FACTORED,
+        "Adam8bit": _EIGHT_BITS,
+        "AdamW8bit": _EIGHT_BITS,
         "LBFGS": "it evaluates the model several times a step",
         "SparseAdam": "gradients are dense",
         "MuAdam": _MUP,

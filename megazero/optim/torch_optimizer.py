@@ -40,6 +40,7 @@ _TRIAL_STEPS = 4
 _TRIAL_SHAPE = (6, 5)
 _TRIAL_CUT = 13
 _TOLERANCE = 1e-12
+_LARGE_NUMEL = 1 << 14  # optimizers with 8-bit states leave parameters of less than 4,096 elements at full precision
 
 
 class FlatRun(NamedTuple):
@@ -388,6 +389,7 @@ def _reason_against(recipe: _Recipe) -> str | None:
             (_reason_against_state, "a matrix with a dense gradient"),
             (_reason_against_pieces, "a flat piece"),
             (_reason_against_restoring, "a flat piece whose state was restored"),
+            (_reason_against_large_state, "a large piece"),
         ):
             try:
                 reason = trial(recipe)
@@ -413,6 +415,23 @@ def _reason_against_state(recipe: _Recipe) -> str | None:
             return f"its state {name!r} has shape {list(value.shape)} for a parameter of shape {list(_TRIAL_SHAPE)}"
         if value is not None and not isinstance(value, Tensor) and not _is_number(value):
             return f"its state {name!r} is a {type(value).__name__}"
+    return None
+
+
+def _reason_against_large_state(recipe: _Recipe) -> str | None:
+    """Return the reason that the state of many elements has another form than that of few, such as integers in blocks.
+
+    What is saved and restored is the form that the small trial has shown.
+    """
+    piece = _Piece(recipe, torch.zeros(_LARGE_NUMEL))
+    piece.step(torch.linspace(-1.0, 1.0, _LARGE_NUMEL))
+    known = _trial_entries(recipe, piece.values).values
+    for name, value in piece.entries().items():
+        if name not in known or (isinstance(value, Tensor) and value.numel() != 1 and value.shape != (_LARGE_NUMEL,)):
+            return f"its state {name!r} of {_LARGE_NUMEL} elements is not one value for each"
+        if isinstance(value, Tensor) and (type(value) is not type(known[name]) or value.dtype != known[name].dtype):
+            kinds = f"{type(value).__name__} of {value.dtype}"
+            return f"its state {name!r} of {_LARGE_NUMEL} elements is a {kinds}, unlike that of 3"
     return None
 
 

@@ -97,6 +97,8 @@ def test_what_chooses_an_implementation_earns_a_notice() -> None:
     [
         ("Muon", {}, 'optimizer.type: "Muon"', "flat slices", "AdamW, Adam, SGD"),
         ("onebitadam", {}, 'optimizer.type: "onebitadam"', "compresses", "AdamW"),
+        ("Adafactor", {}, 'optimizer.type: "Adafactor"', "rows and columns", "AdamW, Adam, SGD"),
+        ("AdamW8bit", {}, 'optimizer.type: "AdamW8bit"', "a scale for each block", "AdamW, Adam, SGD"),
         ("LBFGS", {}, 'optimizer.type: "LBFGS"', "several times", "AdamW"),
         ("Adamm", {}, 'optimizer.type: "Adamm"', "nothing of this name", "Adam, AdamW"),
         (None, {}, "optimizer.type: null", "optimizer.type is a name", "AdamW"),

@@ -14,6 +14,8 @@ from support.each import each
 from support.optimizers import (
     CountsInGroup,
     CountsInItself,
+    InBlocks,
+    InOneType,
     KeepsGradient,
     KeepsList,
     Lion,
@@ -319,6 +321,8 @@ REFUSED: dict[str, tuple[type[Optimizer], dict[str, Any], str]] = {
     "gradient kept": (KeepsGradient, {}, "keeps the gradient itself"),
     "list kept": (KeepsList, {}, "state 'history' is a list"),
     "count outside the state": (CountsInItself, {}, "does not suffice to go on"),
+    "integers in blocks": (InBlocks, {}, "its state 'momentum' of 16384 elements is a Tensor of torch.int8"),
+    "other precision": (InOneType, {}, "its state 'momentum' of 16384 elements is a Tensor of torch.bfloat16"),
     "noise": (Noisy, {}, "elements of a flat piece differ"),
     "more than options": (NeedsMore, {"horizon": 3}, "missing 1 required positional argument: 'horizon'"),
 }

@@ -43,6 +43,33 @@ class Plain(Optimizer):
         raise NotImplementedError
 
 
+class InBlocks(Plain):
+    """Momentum, for parameters of at least 4,096 elements as 8-bit integers with a scale for each block of 256."""
+
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        state, blocks = self.state[p], p.numel() // 256
+        old = state.get("momentum", torch.zeros_like(p))
+        if "scales" in state:
+            old = (old.view(blocks, 256) * state["scales"][:, None]).view_as(p)
+        new = old.to(p.dtype).lerp(p.grad, 0.1)
+        state["momentum"] = new
+        if p.numel() >= 4096:
+            state["scales"] = new.view(blocks, 256).abs().amax(1) / 127
+            state["momentum"] = (new.view(blocks, 256) / state["scales"][:, None]).round().to(torch.int8).view_as(p)
+        return new
+
+
+class InOneType(InBlocks):
+    """The same in one tensor of a lower precision, without scales."""
+
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        new = self.state[p].get("momentum", torch.zeros_like(p)).to(p.dtype).lerp(p.grad, 0.1)
+        self.state[p]["momentum"] = new if p.numel() < 4096 else new.to(torch.bfloat16)
+        return new
+
+
 class TrustRatio(Plain):
     """The core of LAMB and LARS: the norm of a parameter's step is proportional to the norm of the parameter."""
 
