@@ -248,8 +248,8 @@ COPIES, UNKNOWN = "copies of checkpoints", "unexplained"
 # The storages that make up each term: modules, operation and place in the operation's results; * is any other place.
 _TERMS = {
     RESIDUAL: "TransformerBlock add 0, Embedding mul 0, Embedding native_dropout 0, Embedding add 0",
-    NORMED: "TransformerBlock/LayerNorm native_layer_norm 0",
-    STATISTICS: "TransformerBlock/LayerNorm native_layer_norm *, LayerNorm native_layer_norm *",
+    NORMED: "TransformerBlock/Norm native_layer_norm 0",
+    STATISTICS: "TransformerBlock/Norm native_layer_norm *, Norm native_layer_norm *",
     CORE: "TransformerBlock/SelfAttention/ColumnParallelLinear addmm 0, TransformerBlock/SelfAttention clone 0,"
     " TransformerBlock/SelfAttention _scaled_dot_product_flash_attention 0,"
     " TransformerBlock/SelfAttention _scaled_dot_product_flash_attention_for_cpu 0",

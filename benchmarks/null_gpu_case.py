@@ -115,7 +115,7 @@ class CompiledBlocks:
         def compile_to_module(graph: Any) -> Any:
             module = original(graph)
             traces = [node.meta.get("stack_trace") or "" for node in graph.orig_gm.graph.nodes]
-            if any("model/gpt.py" in trace for trace in traces):
+            if any("megazero/model/" in trace for trace in traces):
                 nodes = [node for node in graph.scheduler.nodes if not isinstance(node, ExternKernelSchedulerNode)]
                 self._ids.add(graph.graph_id)
                 self.graphs.append({node.get_name(): node.get_read_write_buffers_sizes() for node in nodes})
