@@ -37,6 +37,12 @@ def num_key_value_heads(model: ModelConfig) -> int:
     return model.num_query_groups if model.group_query_attention else model.num_attention_heads
 
 
+def fits_groups(model: ModelConfig, tensor_parallel_size: int) -> bool:
+    """Return True if each tensor-parallel process has whole heads of keys and values, or shares one with others."""
+    groups = num_key_value_heads(model)
+    return groups % tensor_parallel_size == 0 or tensor_parallel_size % groups == 0
+
+
 def has_qkv_bias(model: ModelConfig) -> bool:
     """Return True if queries, keys and values have biases."""
     return model.add_qkv_bias or not model.disable_bias_linear

@@ -9,7 +9,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megazero.config.derived import block_matrices, ffn_hidden_size, max_position_embeddings, padded_vocab_size
+from megazero.config.derived import (
+    block_matrices,
+    ffn_hidden_size,
+    fits_groups,
+    max_position_embeddings,
+    padded_vocab_size,
+)
 from megazero.config.model import ModelConfig
 from megazero.config.nearest import flags, near_divisors
 from megazero.errors import Problem, TopologyError, raise_problems
@@ -72,6 +78,14 @@ def _problems(model: ModelConfig, tp: int, pp: int, world_size: int) -> Iterator
             " layer, as any other: the size divides both",
             flags(_TENSOR, near_divisors(cuttable, tp)),
         )
+    elif not fits_groups(model, tp):
+        fitting = [size for size in range(1, cuttable + 1) if cuttable % size == 0 and fits_groups(model, size)]
+        yield Problem(
+            f"{_TENSOR} {tp}",
+            f"every process has the keys and values of whole groups of {model.num_query_groups}, or shares one group's"
+            " with others: the size divides that number, or is a multiple of it",
+            flags(_TENSOR, sorted(sorted(fitting, key=lambda size: abs(size - tp))[:2])),
+        )
     if not 1 <= pp <= most_stages:
         yield Problem(
             f"{_STAGES} {pp}",
@@ -93,7 +107,10 @@ def _fitting(model: ModelConfig, world_size: int) -> list[Topology]:
     return [
         Topology(tp=size, pp=world_size // size)
         for size in range(1, world_size + 1)
-        if world_size % size == 0 and cuttable % size == 0 and world_size // size <= _most_stages(model)
+        if world_size % size == 0
+        and cuttable % size == 0
+        and fits_groups(model, size)
+        and world_size // size <= _most_stages(model)
     ]
 
 

@@ -104,13 +104,10 @@ def groups_divide_heads(config: RunConfig, world_size: int) -> Iterator[Problem]
 def groups_are_cut_evenly(config: RunConfig, world_size: int) -> Iterator[Problem]:
     groups, degree = derived.num_key_value_heads(config.model), config.parallel.tensor_model_parallel_size
     heads = config.model.num_attention_heads
-    if heads % groups or heads % degree or groups % degree == 0 or degree % groups == 0:
+    if heads % groups or heads % degree or derived.fits_groups(config.model, degree):
         return
-    fits = [
-        size
-        for size in range(1, heads + 1)
-        if _tensor_degrees(config, world_size, heads) % size == 0 and (groups % size == 0 or size % groups == 0)
-    ]
+    possible = _tensor_degrees(config, world_size, heads)
+    fits = [size for size in range(1, heads + 1) if possible % size == 0 and derived.fits_groups(config.model, size)]
     yield Problem(
         f"{_TENSOR} {degree} --num-query-groups {groups}",
         "a process has the keys and values of whole groups, or shares one group's with others:"
