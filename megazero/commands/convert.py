@@ -6,6 +6,7 @@ megazero convert import --input gpt2/ --save runs/gpt2    (to train on: --load r
 
 import argparse
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,15 +18,19 @@ from megazero.command_line.tools import Flags, Number
 from megazero.commands.generate import choose_tokenizer
 from megazero.config.derived import max_position_embeddings
 from megazero.config.engine_sections import OptimizerConfig
-from megazero.config.run import RunConfig, TrainingConfig
+from megazero.config.run import DataConfig, RunConfig, TrainingConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
+from megazero.data.tokenizers import HUGGING_FACE, TokenizerSpec, load_tokenizer
 from megazero.data.transformers_tokenizer import files_for_transformers
 from megazero.errors import CheckpointError, Problem, UserError
 from megazero.optim.loss_scaler import LossScale
 from megazero.prepare.arguments import TOKENIZER_FLAGS, add_tokenizer_arguments
 from megazero.units import format_count
 
+# The folder, beside an imported model's checkpoint, for the files of its tokenizer.
+TOKENIZER_FOLDER = "tokenizer"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -73,6 +78,24 @@ def export_tokenizer(config: RunConfig, options: argparse.Namespace, *, vocab_si
     return Exported(eod, files, f"{type(tokenizer).__name__}, for transformers' AutoTokenizer.from_pretrained")
 
 
+def import_tokenizer(source: Path, folder: Path, *, vocab_size: int) -> tuple[DataConfig, str]:
+    """Copy a Hugging Face model's tokenizer to a folder, and return the settings that name it, and a line about it.
+
+    Without a tokenizer.json that megazero reads, of no more ids than the model's, nothing is copied.
+    """
+    found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    try:
+        tokenizer = load_tokenizer(TokenizerSpec(HUGGING_FACE, tokenizer_model=str(source)))
+    except UserError as error:
+        return DataConfig(), f"no tokenizer: {'; '.join(f'{each.given}: {each.rule}' for each in error.problems)}"
+    if tokenizer.vocab_size > vocab_size:
+        return DataConfig(), f"no tokenizer: that of {source} has {tokenizer.vocab_size} ids"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in found:
+        shutil.copyfile(source / name, folder / name)
+    return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder.absolute()), f"tokenizer: {folder}"
+
+
 def export_command(options: argparse.Namespace, console: Console) -> None:
     """Convert a checkpoint to a Hugging Face model."""
     import torch
@@ -106,8 +129,10 @@ def import_command(options: argparse.Namespace, console: Console) -> None:
         given = f"--save {options.save}, which has {steps[-1].path.name}"
         raise CheckpointError(Problem(given, "an imported model is step 0 of a new run", "another folder"))
     imported = read_model(options.input)
+    data, line = import_tokenizer(options.input, options.save / TOKENIZER_FOLDER, vocab_size=imported.vocab_size)
     config = RunConfig(
         model=imported.config,
+        data=data,
         training=TrainingConfig(micro_batch_size=1, train_iters=1),
         optimizer=OptimizerConfig(lr=1e-5),
     )
@@ -116,6 +141,7 @@ def import_command(options: argparse.Namespace, console: Console) -> None:
     folder = save(draft, fragments, control=LocalCommunicator())
     total = sum(math.prod(fragment.spec.full_shape) for fragment in fragments)
     console.line(f"{folder}: {format_count(total)} parameters, vocabulary {imported.vocab_size}")
+    console.line(line)
 
 
 def main(words: Sequence[str]) -> None:

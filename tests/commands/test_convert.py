@@ -16,6 +16,7 @@ from megazero.checkpoint.reader import open_checkpoint
 from megazero.checkpoint.state import TrainState
 from megazero.command_line.parse import from_yaml
 from megazero.config.run import DataConfig
+from megazero.data.tokenizers import JsonTokenizer
 from megazero.errors import CheckpointError, DataError
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_hf.py"
@@ -46,6 +47,27 @@ def test_there_and_back(tmp_path: Path, main: Main, capsys: pytest.CaptureFixtur
     model = from_yaml(back.config_yaml).model
     assert (model.num_layers, model.hidden_size, model.vocab_size, model.norm_epsilon) == (3, 60, 257, 1e-4)
     assert TrainState.from_json(back.progress, step=0).iteration == 0
+    data = from_yaml(back.config_yaml).data
+    assert data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model == tmp_path / "back" / "tokenizer"
+    main(["export", "--load", str(tmp_path / "back"), "--output", str(tmp_path / "again")])
+    first, again = (JsonTokenizer(tmp_path / folder / "tokenizer.json") for folder in ("hf", "again"))
+    assert again.encode("naïve\n") == first.encode("naïve\n") == [*"naïve\n".encode()] and again.eod == first.eod == 256
+
+
+def test_a_model_whose_tokenizer_is_of_no_use_is_imported_without(
+    tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(small_config(), data=DataConfig(tokenizer_type="ByteTokenizer"))
+    save_checkpoint(tmp_path / "run", config, vocab_size=257, tp=1)
+    main(["export", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")])
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    main(["import", "--input", str(tmp_path / "hf"), "--save", str(tmp_path / "broken")])
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    main(["import", "--input", str(tmp_path / "hf"), "--save", str(tmp_path / "without")])
+    assert capsys.readouterr().out.count("no tokenizer: ") == 2
+    for name in ("broken", "without"):
+        assert not (tmp_path / name / "tokenizer").exists()
+        assert from_yaml(open_checkpoint(tmp_path / name).config_yaml).data.tokenizer_type is None
 
 
 def test_a_lost_tokenizer_stops_no_export(tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]) -> None:
