@@ -24,6 +24,7 @@ LAYERS = (
     {"checkpoint", "generate", "report"},
     {"train", "library"},
     {"verify", "deepspeed"},
+    {"planner"},
     {"commands"},
     {"__main__"},
     {"command"},
