@@ -27,10 +27,10 @@ from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import CATEGORIES, StepMemory
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
-from megazero.report.chart import CURVES_SIZE, curve_parts
 from megazero.report.history import read_history
-from megazero.report.layout_picture import layout_parts
-from megazero.report.ledger_picture import CATEGORY_COLOURS, Frame, areas, bytes_grid
+from megazero.report.pictures.chart import CURVES_SIZE, curve_parts
+from megazero.report.pictures.layout_picture import layout_parts
+from megazero.report.pictures.ledger_picture import CATEGORY_COLOURS, Frame, areas, bytes_grid
 from megazero.report.run_page import LOSS_TITLE, loss_lines
 from megazero.svg import legend, picture, text
 from megazero.train.build import build_components, step_context

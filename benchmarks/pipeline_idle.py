@@ -40,7 +40,7 @@ from megazero.pipeline.schedule import Kind, Shape, schedule
 from megazero.pipeline.timeline import EQUAL_PARTS, Timeline, predicted_idle_share, simulate
 from megazero.pipeline.trace import SpanRow, Trace, mean_durations, rows, timeline
 from megazero.train.build import build_components, step_context
-from megazero.train.check import topology
+from megazero.train.start.check import topology
 from megazero.train.step import StepControls, training_step
 
 STAGES, SIMULATED_STAGES = 2, 4

@@ -90,7 +90,7 @@ def run_tests(tree: Path, words: Sequence[str], limit: float) -> tuple[int, str]
 
 
 def first_failure(output: str) -> str:
-    """Return the first failed test of pytest's summary, such as `tests/zero/test_reduce.py::test_name[case]`."""
+    """Return the first failed test of pytest's summary, such as `tests/data/test_loader.py::test_name[case]`."""
     found = re.search(r"^FAILED (.+?::\w+(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
     return found.group(1) if found else ""
 

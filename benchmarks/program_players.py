@@ -49,7 +49,7 @@ from megazero.library.state.access import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 Observed = dict[tuple[int, str], Any]
 _ROWS = 2

@@ -22,8 +22,8 @@ from types import MappingProxyType
 import numpy as np
 from report import argument_parser, heading, paragraph, publish, table, tell
 
-from megazero.report.chart import CURVES_SIZE, PALETTE, Curve, curve_parts
 from megazero.report.history import History, read_history
+from megazero.report.pictures.chart import CURVES_SIZE, PALETTE, Curve, curve_parts
 from megazero.svg import picture
 
 ROOT = Path(__file__).parents[1]

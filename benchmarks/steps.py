@@ -27,8 +27,8 @@ from megazero.rules import run as rules
 from megazero.tensor_parallel.float32 import use_tf32
 from megazero.train.attention_kernel import check_attention
 from megazero.train.build import batch_layout, build_components, step_context
-from megazero.train.check import topology
 from megazero.train.determinism import use_deterministic_mode
+from megazero.train.start.check import topology
 from megazero.train.step import StepControls, training_step
 
 MODEL_STATES = ("parameters", "gradients", "master", "moments")

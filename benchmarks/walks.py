@@ -57,12 +57,12 @@ WALKS: Mapping[str, str] = {
         model/initial_values:initial_value  was model/initialize:initial_value
         zero/shards:Shards.working
         parallel/gradient_slot:GradientSlot  was parallel/gradient_place:GradientPlace
-        zero/reduce:GradientReducer.gradient_ready
-        zero/unreduced:LeasedGradients.deposit
+        zero/gradients/reduce:GradientReducer.gradient_ready  was zero/reduce:GradientReducer.gradient_ready
+        zero/gradients/unreduced:LeasedGradients.deposit  was zero/unreduced:LeasedGradients.deposit
         memory/arena_scratch:ArenaScratch.lease
         zero/update:ShardUpdate.apply
         optim/inner:FusedAdamW.update
-        zero/publish:ParameterPublisher.publish
+        zero/parameters/publish:ParameterPublisher.publish  was zero/publish:ParameterPublisher.publish
         train/loop:_Loop._save
         train/saving:Saver.save
         zero/engine:Engine.owned_state
@@ -83,7 +83,7 @@ WALKS: Mapping[str, str] = {
         config/values:coerce  was config/conform:is_number
         config/engine_sections:ZeroConfig  was config/zero:ZeroConfig
         config/run:RunConfig
-        train/check:check
+        train/start/check:check  was train/check:check
         rules/run:check  was config/rules:check
         rules/states:gradients_are_divided_once  was config/state_rules:fp32_gradients_are_wider
         rules/pipeline:pipeline_settings_need_a_pipeline  was config/pipeline_rules:pipeline_settings_need_a_pipeline
@@ -91,9 +91,9 @@ WALKS: Mapping[str, str] = {
         train/build:build_components  was train/build:build_core
         zero/plan:resolve
         zero/shards:Shards
-        zero/reduce:GradientReducer.finish
-        zero/unreduced:make_store
-        zero/publish:ParameterPublisher
+        zero/gradients/reduce:GradientReducer.finish  was zero/reduce:GradientReducer.finish
+        zero/gradients/unreduced:make_store  was zero/unreduced:make_store
+        zero/parameters/publish:ParameterPublisher  was zero/publish:ParameterPublisher
         zero/engine:plan_layout
         library/state/access:_State  was zero/access:_State
         library/engine:DataParallelEngine.save_16bit_model

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megazero.comm.flight_record import Begun, FlightRecord
+from megazero.comm.faults.flight_record import Begun, FlightRecord
 from megazero.comm.interface import Collective, Communicator, FileTransfer, HostTransfer, ReduceKind, Work
 from megazero.comm.links import Links
 

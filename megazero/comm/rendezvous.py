@@ -15,7 +15,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from megazero.comm.fault_report import ranks_text
+from megazero.comm.faults.fault_report import ranks_text
 from megazero.errors import Problem, TopologyError
 from megazero.parallel.launch import Launch
 

@@ -12,7 +12,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeo
 
 from megazero.comm.gpu_environment import defaults_line, missing_defaults
 from megazero.comm.groups import Limits, Split, gloo_maker, make_groups, shard_keys, splits
-from megazero.comm.hop_choice import choose_hops
 from megazero.comm.interface import Communicator
 from megazero.comm.links import Links
 from megazero.comm.local import LocalCommunicator
@@ -30,7 +29,8 @@ from megazero.comm.mesh import (
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.comm.rendezvous import claim_gpu, open_store
-from megazero.comm.wires import PLAIN, Wires, stack
+from megazero.comm.wires.hop_choice import choose_hops
+from megazero.comm.wires.shard_group import PLAIN, Wires, stack
 from megazero.console import Console
 from megazero.errors import Problem, TopologyError
 from megazero.memory.lease import NO_SCRATCH, Scratch

@@ -19,7 +19,7 @@ from megazero.errors import CheckpointError, ConfigError, Problem, raise_problem
 from megazero.generate.model_layout import ACROSS, choose_layout
 from megazero.parallel.job import read_job
 from megazero.prepare.arguments import add_tokenizer_arguments, with_tokenizer_flags
-from megazero.train.inputs import find_tokenizer
+from megazero.train.start.inputs import find_tokenizer
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:

@@ -14,9 +14,9 @@ from megazero.errors import ConfigError, TopologyError, raise_problems
 from megazero.parallel.job import read_job
 from megazero.parallel.launch import Launch
 from megazero.rules import run as rules
-from megazero.train.check import check
-from megazero.train.inputs import RunInputs
-from megazero.train.outline import outline, outline_sizes
+from megazero.train.start.check import check
+from megazero.train.start.inputs import RunInputs
+from megazero.train.start.outline import outline, outline_sizes
 
 
 def main(words: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from megazero.console import Console
 from megazero.errors import ConfigError, raise_problems
 from megazero.parallel.job import read_job
 from megazero.rules.run import advice
-from megazero.train.check import check
+from megazero.train.start.check import check
 from megazero.verify.configuration import (
     VerifyArguments,
     in_float64,

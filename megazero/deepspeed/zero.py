@@ -20,8 +20,8 @@ from megazero.library.module.units import choose_units
 from megazero.library.partitioned_init.init import Init
 from megazero.parallel.param_spec import named_specs
 from megazero.units import format_bytes
-from megazero.zero.gathered import GatheredParameters, register_external_parameter
-from megazero.zero.guard import ParamStatus as ZeroParamStatus
+from megazero.zero.parameters.gathered import GatheredParameters, register_external_parameter
+from megazero.zero.parameters.guard import ParamStatus as ZeroParamStatus
 from megazero.zero.plan import model_state_bytes, resolve
 
 __all__ = [

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import torch
 
+from megazero.comm.faults.monitor import place_in_job
+from megazero.comm.faults.shutdown import reported_faults
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
-from megazero.comm.monitor import place_in_job
-from megazero.comm.shutdown import reported_faults
 from megazero.comm.startup import destroy_process_groups, join, make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
@@ -19,7 +19,7 @@ from megazero.parallel.topology import Topology
 def joined(launch: Launch, layout: Topology, device: torch.device, *, timeout_minutes: float) -> Iterator[Mesh]:
     """Join the job and make the mesh of `layout`, within the block; a process alone makes no process group.
 
-    A UserError that only some ranks meet within the block ends all of them, printed once (`comm/shutdown.py`).
+    A UserError that only some ranks meet within the block ends all of them, printed once (`comm/faults/shutdown.py`).
     """
     store = join(launch, backend="auto", device=device, timeout_minutes=timeout_minutes)
     meter = Meter()

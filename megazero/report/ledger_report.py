@@ -12,8 +12,8 @@ from megazero.comm.interface import Collective, FileTransfer, HostTransfer
 from megazero.comm.metered import Meter
 from megazero.memory.ledger_figures import CATEGORIES, StepMemory
 from megazero.memory.ledger_interface import AnyLedger
-from megazero.report.ledger_picture import drawing, write_picture
 from megazero.report.metrics import StepPicture
+from megazero.report.pictures.ledger_picture import drawing, write_picture
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 _COUNTED = (*COLLECTIVES, *get_args(HostTransfer), *get_args(FileTransfer))

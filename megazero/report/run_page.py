@@ -12,10 +12,10 @@ import numpy as np
 
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
-from megazero.report.chart import Curve, bars, curves
 from megazero.report.history import History
-from megazero.report.layout_picture import MOST_RANKS, layout_parts
-from megazero.report.ledger_picture import CATEGORY_COLOURS
+from megazero.report.pictures.chart import Curve, bars, curves
+from megazero.report.pictures.layout_picture import MOST_RANKS, layout_parts
+from megazero.report.pictures.ledger_picture import CATEGORY_COLOURS
 from megazero.report.summary import RunSummary
 from megazero.svg import CLASSES, COLOURS, part_of_page
 from megazero.units import format_bytes, format_count, format_duration

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from megazero.config.engine_sections import ReportConfig
 from megazero.errors import ConfigError, Problem, first_line
 from megazero.report.metrics import StepPicture
-from megazero.report.raster import to_pixels
+from megazero.report.pictures.raster import to_pixels
 
 # MLflow takes so many parameters or metrics at once, and texts of so many characters.
 _MLFLOW_BATCH = 100

@@ -63,11 +63,9 @@ from megazero.tensor_parallel.onednn import fastest_products
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.timers import Timers
 from megazero.train.attention_kernel import choose_for_run
-from megazero.train.check import topology
 from megazero.train.components import RunComponents
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet
-from megazero.train.inputs import RunInputs, find_tokenizer
 from megazero.train.loop import Run, Timetable
 from megazero.train.pipeline_stages import (
     activation_config,
@@ -92,6 +90,8 @@ from megazero.train.saving import (
     is_from_root,
     run_going_on,
 )
+from megazero.train.start.check import topology
+from megazero.train.start.inputs import RunInputs, find_tokenizer
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import DTYPES, Placement, resolve, wires

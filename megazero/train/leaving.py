@@ -21,7 +21,7 @@ from megazero.report.history import read_history
 from megazero.report.metrics_file import iteration_of
 from megazero.report.run_page import RunStory, run_page
 from megazero.report.summary import read_records
-from megazero.train.check import topology
+from megazero.train.start.check import topology
 
 PAGE = "run.html"
 # A longer metrics file takes more than some seconds to read, which the end of a run does not wait for.

@@ -4,9 +4,9 @@ Programs import this module only after that check: it loads torch, which takes l
 """
 
 from megazero.checkpoint.journal import Journal
+from megazero.comm.faults.monitor import place_in_job
+from megazero.comm.faults.shutdown import reported_faults
 from megazero.comm.metered import Meter
-from megazero.comm.monitor import place_in_job
-from megazero.comm.shutdown import reported_faults
 from megazero.comm.startup import choose_device, destroy_process_groups, join
 from megazero.config import derived
 from megazero.config.run import RunConfig
@@ -19,10 +19,10 @@ from megazero.tensor_parallel.float8 import check_device
 from megazero.tensor_parallel.float32 import use_tf32
 from megazero.train.attention_kernel import check_attention
 from megazero.train.build import assemble, check_checkpoint, check_param_groups, open_journal
-from megazero.train.check import topology
 from megazero.train.determinism import use_deterministic_mode
-from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
+from megazero.train.start.check import topology
+from megazero.train.start.inputs import RunInputs
 
 
 def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:

@@ -19,7 +19,7 @@ from megazero.pipeline.schedule import Action
 from megazero.pipeline.timeline import Span
 from megazero.train.context import StepContext
 from megazero.train.stage_passes import StagePasses
-from megazero.zero.not_finite import Verdict, Watch, cause_in_words, first_of_all
+from megazero.zero.gradients.not_finite import Verdict, Watch, cause_in_words, first_of_all
 from megazero.zero.step import first_overflow
 
 

@@ -30,9 +30,9 @@ from megazero.report.trackers import flattened, open_trackers
 from megazero.report.writers import as_markdown, open_writers
 from megazero.rules.optimizer import optimizer_choice
 from megazero.train.components import RunComponents
-from megazero.train.inputs import RunInputs
 from megazero.train.loop import Reporting
 from megazero.train.pipeline_stages import activation_config, num_checkpoints, padded_vocab_size
+from megazero.train.start.inputs import RunInputs
 from megazero.zero.plan import DTYPES
 from megazero.zero.statistics import StatisticsChoice, missing_states
 

@@ -28,7 +28,7 @@ from megazero.files import written_aside
 from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
 from megazero.tensor_parallel.float8_scales import PROGRESS_KEY as SCALES_KEY
 from megazero.tensor_parallel.float8_scales import DelayedScales
-from megazero.train.start import find_start
+from megazero.train.start.resume_point import find_start
 from megazero.zero.engine import Engine
 
 

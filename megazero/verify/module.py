@@ -31,7 +31,7 @@ from megazero.verify.full_tensors import Copies, FullTensors, OwnedTensors
 from megazero.verify.side_by_side import Comparison, PrintLine, least_weight
 from megazero.verify.verdict import Report
 from megazero.zero.engine import Engine
-from megazero.zero.guard import handle_of
+from megazero.zero.parameters.guard import handle_of
 
 MakeModel = Callable[[], nn.Module]
 LossOf = Callable[[Any, Any], Tensor]

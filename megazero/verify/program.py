@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megazero.comm.faults.monitor import place_in_job
+from megazero.comm.faults.shutdown import reported_faults
 from megazero.comm.metered import Meter
-from megazero.comm.monitor import place_in_job
-from megazero.comm.shutdown import reported_faults
 from megazero.comm.startup import choose_device, destroy_process_groups, join, make_mesh
 from megazero.config import derived
 from megazero.config.run import RunConfig
@@ -17,9 +17,9 @@ from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.train.attention_kernel import check_attention
-from megazero.train.check import topology
 from megazero.train.determinism import use_deterministic_mode
-from megazero.train.inputs import RunInputs
+from megazero.train.start.check import topology
+from megazero.train.start.inputs import RunInputs
 from megazero.verify.configuration import exact, in_float64, in_stage
 from megazero.verify.module import verify_module as verify_user_module
 from megazero.verify.side_by_side import PrintLine, verify

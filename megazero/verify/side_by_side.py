@@ -29,9 +29,9 @@ from megazero.optim.schedules import LearningRate
 from megazero.parallel.param_spec import named_specs
 from megazero.parallel.topology import ENDS, REPLICAS, Topology
 from megazero.train.build import batch_layout, build_components, step_context
-from megazero.train.inputs import RunInputs
 from megazero.train.pipeline_stages import padded_vocab_size
 from megazero.train.resolve_activations import resolve_activations
+from megazero.train.start.inputs import RunInputs
 from megazero.train.step import StepControls, training_step
 from megazero.verify.configuration import DEFAULT_STEPS, describe_layout, in_float64, on_one_process
 from megazero.verify.full_tensors import FullTensors, OwnedTensors

@@ -10,11 +10,11 @@ from typing import Any
 
 _MODULES = MappingProxyType(
     {
-        "GatheredParameters": "megazero.zero.gathered",
+        "GatheredParameters": "megazero.zero.parameters.gathered",
         "Init": "megazero.library.partitioned_init.init",
         "TiledLinear": "megazero.library.module.tiled_linear",
         "get_z3_leaf_modules": "megazero.library.module.leaf_modules",
-        "register_external_parameter": "megazero.zero.gathered",
+        "register_external_parameter": "megazero.zero.parameters.gathered",
         "safe_get_full_fp32_param": "megazero.library.state.access",
         "safe_get_full_grad": "megazero.library.state.access",
         "safe_get_full_optimizer_state": "megazero.library.state.access",

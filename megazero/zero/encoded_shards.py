@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megazero.comm.codec import BlockCodec, compute_dtype
+from megazero.comm.wires.codec import BlockCodec, compute_dtype
 from megazero.memory.homes import StateHome
 
 

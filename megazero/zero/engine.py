@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megazero.comm.interface import FILE, HOST, Communicator
 from megazero.comm.mesh import Mesh
-from megazero.comm.quantized import EncodedGather
+from megazero.comm.wires.quantized import EncodedGather
 from megazero.config.engine_sections import UNLIMITED, ZeroConfig
 from megazero.errors import Problem, UsageError, raise_problems
 from megazero.memory.address_book import ArenaStatistics
@@ -30,11 +30,10 @@ from megazero.parallel.gradient_slot import attach_gradient_slot, detach_gradien
 from megazero.parallel.param_spec import ParamSpec, StateFragment, Unit, named_specs
 from megazero.parallel.topology import ENDS, REPLICAS
 from megazero.timers import Timers
-from megazero.zero.frames import Frames, on_gradient
-from megazero.zero.gather import ParameterGather
-from megazero.zero.gathered import raise_changes
-from megazero.zero.gradient_guard import GradientGuards
-from megazero.zero.guard import attach_handle, detach_handle
+from megazero.zero.gradients.gradient_guard import GradientGuards
+from megazero.zero.gradients.presence import NOTHING, GradientPresence
+from megazero.zero.gradients.reduce import GradientReducer
+from megazero.zero.gradients.sums import GradientSums
 from megazero.zero.late_update import LateUpdate
 from megazero.zero.layout import (
     FlatLayout,
@@ -45,16 +44,17 @@ from megazero.zero.layout import (
     choose_persistent,
     join_small_units,
 )
-from megazero.zero.module_apply import gather_around_apply, restore_apply
 from megazero.zero.offloaded import OffloadedStates
+from megazero.zero.parameters.frames import Frames, on_gradient
+from megazero.zero.parameters.gather import ParameterGather
+from megazero.zero.parameters.gathered import raise_changes
+from megazero.zero.parameters.guard import attach_handle, detach_handle
+from megazero.zero.parameters.module_apply import gather_around_apply, restore_apply
+from megazero.zero.parameters.publish import ParameterPublisher
+from megazero.zero.parameters.written import WrittenParameters
 from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan, wires
-from megazero.zero.presence import NOTHING, GradientPresence
-from megazero.zero.publish import ParameterPublisher
-from megazero.zero.reduce import GradientReducer
 from megazero.zero.shards import FirstValue, Shards, value_of_parameter
-from megazero.zero.sums import GradientSums
 from megazero.zero.update import LocalNorms, OptimizerNumbers, Piece, ShardUpdate
-from megazero.zero.written import WrittenParameters
 
 # DeepSpeed's names of the kinds of state that may leave the device for a while: moments, master weights, partitions of
 # working parameters, and of gradients.

@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.comm.codec import BlockCodec
-from megazero.comm.wires import Wires
+from megazero.comm.wires.codec import BlockCodec
+from megazero.comm.wires.shard_group import Wires
 from megazero.config.derived import secondary_size
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 

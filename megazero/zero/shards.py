@@ -30,7 +30,7 @@ from megazero.memory.homes import DeviceHome, StateHome
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.zero.encoded_shards import EncodedShard, EncodedSlice
-from megazero.zero.gradient_guard import may_have
+from megazero.zero.gradients.gradient_guard import may_have
 from megazero.zero.late_update import LateUpdate
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
 from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan

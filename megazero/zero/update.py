@@ -16,10 +16,10 @@ from megazero.optim.grad_norm import first_overflow
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, MeasuringOptimizer, Run, StepInputs, advance
 from megazero.parallel.param_spec import StateElsewhere, StateFragment
 from megazero.timers import Timers
-from megazero.zero.gradient_norms import GradientNorms
+from megazero.zero.gradients.gradient_norms import GradientNorms
 from megazero.zero.late_update import LateWeights
 from megazero.zero.layout import Bucket, Fragment, Range
-from megazero.zero.publish import ParameterPublisher
+from megazero.zero.parameters.publish import ParameterPublisher
 from megazero.zero.shards import Shards, SubGroup
 
 STEP = "step"

@@ -17,8 +17,8 @@ from support.undeclared_parameters import D, Parts
 from torch import Tensor, nn
 
 from megazero.comm.mesh import Mesh
-from megazero.zero.guard import PartitionedParameter
-from megazero.zero.unit_memory import UnitState
+from megazero.zero.parameters.guard import PartitionedParameter
+from megazero.zero.parameters.unit_memory import UnitState
 
 Case = Callable[[Run, Parts, Tensor], Tensor]
 CASES: dict[str, Case] = {}

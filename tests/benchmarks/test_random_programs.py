@@ -15,7 +15,7 @@ from torch import nn
 from user_programs import KINDS, WRITES, draw
 
 from megazero.comm.mesh import Mesh
-from megazero.zero.written import WrittenParameters
+from megazero.zero.parameters.written import WrittenParameters
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,13 @@ import inspect
 
 from support.each import each
 
-from megazero.comm.forwarding import ForwardingCommunicator
 from megazero.comm.interface import Communicator, CompletedWork
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
-from megazero.comm.quantized import QuantizedGather, QuantizedReduceScatter
-from megazero.comm.two_hops import TwoHopCommunicator
+from megazero.comm.wires.forwarding import ForwardingCommunicator
+from megazero.comm.wires.quantized import QuantizedGather, QuantizedReduceScatter
+from megazero.comm.wires.two_hops import TwoHopCommunicator
 
 CALLS = {name: inspect.signature(call) for name, call in inspect.getmembers(Communicator, inspect.isfunction)}
 METHODS = (

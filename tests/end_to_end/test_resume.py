@@ -17,8 +17,8 @@ from support.processes import run_ranks
 from megazero.checkpoint.reader import Checkpoint, open_checkpoint
 from megazero.parallel.launch import Launch
 from megazero.train.build import assemble
-from megazero.train.check import check
 from megazero.train.loop import train
+from megazero.train.start.check import check
 
 HALF, WHOLE = 2, 4
 FP16_HALF, FP16_WHOLE = 5, 10  # gradients are to overflow in both halves

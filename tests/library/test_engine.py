@@ -13,7 +13,7 @@ from support.processes import mesh_in_worker, run_ranks
 
 import megazero
 from megazero.library.engine import DataParallelEngine
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 STEPS = 3
 CLIP = 0.05

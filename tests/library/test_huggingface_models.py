@@ -8,7 +8,7 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
 import megazero
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 STEPS = 2
 DP = 2  # one number for all cases, since each process of a pool imports transformers for seconds

@@ -18,7 +18,7 @@ import megazero
 from megazero.errors import CheckpointError, ConfigError, UsageError
 from megazero.library.config import load_engine_config
 from megazero.library.engine import DataParallelEngine
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 STEPS = 3
 

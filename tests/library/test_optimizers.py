@@ -18,7 +18,7 @@ from megazero.errors import ConfigError, UsageError
 from megazero.library.engine import DataParallelEngine
 from megazero.library.optimizers import choose
 from megazero.optim.inner import Elementwise, FusedAdamW
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 STEPS = 4
 NAME = "perceptron"  # a model with frozen, unused and one-element parameters

@@ -18,7 +18,7 @@ from megazero.library.state.access import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 WIDTH, SAMPLES = 10, 8
 

@@ -10,7 +10,7 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
 import megazero
-from megazero.comm.codec import BlockCodec
+from megazero.comm.wires.codec import BlockCodec
 from megazero.library.engine import DataParallelEngine
 from megazero.parallel.nodes import Nodes
 

@@ -24,7 +24,7 @@ from megazero.library.engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_fp32_param, safe_set_full_fp32_param
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 DP = 2
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from megazero.config.run import RunConfig
 from megazero.data.loader import build_step_batch
 from megazero.train.build import batch_layout, step_context
 from megazero.train.step import StepControls, StepReport, training_step
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 from megazero.zero.step import first_overflow
 
 GLOBAL_BATCH = 8

@@ -36,7 +36,7 @@ from megazero.comm.metered import Count
 from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import UsageError
 from megazero.optim.inner import StepInputs
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 from megazero.zero.plan import ModelStateBytes
 
 RANKS = 2

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megazero.optim.inner import StepInputs
 from megazero.zero.engine import Engine
-from megazero.zero.unit_memory import UnitState
+from megazero.zero.parameters.unit_memory import UnitState
 
 RANKS = 2
 HUGE = 10**9

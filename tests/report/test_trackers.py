@@ -19,7 +19,7 @@ from megazero.parallel.launch import Launch
 from megazero.report.metrics import StepPicture
 from megazero.report.trackers import Tolerated, flattened, open_trackers
 from megazero.rules.trackers import missing_packages
-from megazero.train.check import check
+from megazero.train.start.check import check
 
 STEPS = 3
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 4 4"><rect width="2" height="2"/></svg>'

@@ -53,7 +53,7 @@ def _locals(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> se
     return names | {n.id for n in walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
-HOOKS = {"megazero/comm/shutdown.py": ["sys.excepthook"]}  # where the end of a program is reported
+HOOKS = {"megazero/comm/faults/shutdown.py": ["sys.excepthook"]}  # where the end of a program is reported
 
 
 def test_no_module_keeps_state() -> None:

@@ -19,7 +19,7 @@ from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.parallel.nodes import Nodes, problems_of_placement
 from megazero.rules.run import check
-from megazero.train.check import topology
+from megazero.train.start.check import topology
 from megazero.zero.plan import model_state_bytes, resolve
 
 VOCABULARY = 50_257

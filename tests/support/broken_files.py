@@ -17,8 +17,8 @@ from support.token_files import write_corpus, write_gpt2_files
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.parallel.launch import Launch
 from megazero.train.build import assemble
-from megazero.train.check import check
 from megazero.train.loop import train
+from megazero.train.start.check import check
 
 VOCABULARY = 100
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 40, 50

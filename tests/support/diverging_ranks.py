@@ -24,7 +24,7 @@ from megazero.errors import CollectiveError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 TIMEOUT_SECONDS = 2.0
 CPU = torch.device("cpu")

@@ -20,11 +20,11 @@ from support.processes import start_fork_server
 from torch.distributed.distributed_c10d import _world
 
 from megazero.checkpoint.journal import Journal, read_journal
-from megazero.comm import abort
+from megazero.comm.faults import abort
+from megazero.comm.faults.monitor import place_in_job
+from megazero.comm.faults.shutdown import reported_faults
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
-from megazero.comm.monitor import place_in_job
-from megazero.comm.shutdown import reported_faults
 from megazero.comm.startup import join, make_mesh
 from megazero.console import run_program
 from megazero.errors import DataError

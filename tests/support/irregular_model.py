@@ -20,7 +20,7 @@ from megazero.optim.inner import AdamWSettings, FusedAdamW, StepInputs
 from megazero.parallel.param_spec import Unit
 from megazero.parallel.topology import Topology
 from megazero.zero.engine import Engine, EngineSettings
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 from megazero.zero.plan import resolve
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

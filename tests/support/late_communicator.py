@@ -21,12 +21,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megazero.comm.forwarding import ForwardingCommunicator
 from megazero.comm.interface import Communicator, ReduceKind, Work
 from megazero.comm.mesh import WEIGHTS, Mesh
 from megazero.comm.metered import MeteredCommunicator
 from megazero.comm.startup import plain_parts
-from megazero.comm.wires import PLAIN, Wires, stack
+from megazero.comm.wires.forwarding import ForwardingCommunicator
+from megazero.comm.wires.shard_group import PLAIN, Wires, stack
 from megazero.memory.fused_buffers import FusedBuffers
 
 _POISON_BYTE = 0xA5  # fills types that have no nan

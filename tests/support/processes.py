@@ -44,7 +44,7 @@ from support.late_communicator import late_mesh, unfinished
 
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
-from megazero.comm.wires import PLAIN, Wires
+from megazero.comm.wires.shard_group import PLAIN, Wires
 from megazero.config.engine_sections import ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.data_axis import data_axis

@@ -20,10 +20,10 @@ from megazero.config.run import RunConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.train.build import assemble, build_components, check_checkpoint
-from megazero.train.check import check
 from megazero.train.components import RunComponents
-from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
+from megazero.train.start.check import check
+from megazero.train.start.inputs import RunInputs
 
 CPU = torch.device("cpu")
 VOCAB = 29

@@ -38,7 +38,7 @@ from megazero.parallel.param_spec import ParamSpec, StateFragment, named_specs
 from megazero.parallel.topology import ENDS
 from megazero.train.build import batch_layout, build_components, step_context
 from megazero.train.components import RunComponents
-from megazero.train.inputs import open_inputs
+from megazero.train.start.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
 from megazero.zero.plan import Home
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.tensor_parallel.deferred import DeferredGradients
-from megazero.zero.guard import PartitionedParameter, attach_handle, guard
+from megazero.zero.parameters.guard import PartitionedParameter, attach_handle, guard
 
 Use = Callable[[nn.Parameter], Tensor]
 

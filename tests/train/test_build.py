@@ -19,10 +19,10 @@ from megazero.errors import CheckpointError, ConfigError, UserError
 from megazero.optim.schedules import LearningRate
 from megazero.parallel.launch import Launch
 from megazero.train.build import assemble, batch_layout, check_checkpoint, step_context
-from megazero.train.check import check
 from megazero.train.components import RunComponents
 from megazero.train.loop import Run, Timetable, train
 from megazero.train.pipeline_stages import padded_vocab_size
+from megazero.train.start.check import check
 from megazero.zero.plan import Lifetime
 
 ALONE = Launch(0, 1, 0)

@@ -32,9 +32,9 @@ from megazero.parallel.launch import Launch
 from megazero.signals import StopRequest
 from megazero.timers import PARTS
 from megazero.train.build import assemble
-from megazero.train.check import check
 from megazero.train.leaving import figures_of, leave_page, run_id
 from megazero.train.loop import _Loop, train
+from megazero.train.start.check import check
 from megazero.units import format_bytes
 
 

@@ -43,9 +43,9 @@ from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 from megazero.train import build, loop
 from megazero.train.build import batch_layout, step_context
-from megazero.train.check import check
+from megazero.train.start.check import check
 from megazero.train.step import StepControls, training_step
-from megazero.zero import written
+from megazero.zero.parameters import written
 
 OURS = str(Path(megazero.__file__).parent)
 STEPS = 3

@@ -24,7 +24,7 @@ from megazero.model.gpt import INPUT_AND_OUTPUT
 from megazero.optim.schedules import LearningRate
 from megazero.parallel.param_spec import named_specs
 from megazero.train.build import batch_layout, step_context
-from megazero.train.inputs import RunInputs
+from megazero.train.start.inputs import RunInputs
 from megazero.train.step import StepControls, training_step
 
 GLOBAL_BATCH = 4

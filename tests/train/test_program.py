@@ -8,8 +8,8 @@ from support.small_runs import tiny_run, train_run
 
 from megazero.errors import CheckpointError, TopologyError
 from megazero.parallel.launch import Launch
-from megazero.train.check import check
 from megazero.train.program import pretrain
+from megazero.train.start.check import check
 
 ALONE = Launch(0, 1, 0)
 

@@ -24,8 +24,8 @@ from megazero.parallel.launch import Launch
 from megazero.signals import StopRequest
 from megazero.train.build import assemble as assemble_run
 from megazero.train.build import check_checkpoint
-from megazero.train.check import check
 from megazero.train.loop import _Loop, train
+from megazero.train.start.check import check
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 ACCUMULATION = 3

@@ -25,7 +25,7 @@ from megazero.train.build import batch_layout, step_context
 from megazero.train.components import RunComponents
 from megazero.train.saving import Saver, check_compatible, check_shapes, choose_run, find_checkpoint
 from megazero.train.step import StepControls, training_step
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 GLOBAL_BATCH = 4
 STATE = TrainState(LossScale(8.0, good_steps=2), iteration=2, consumed_samples=8, optimizer_steps=2)

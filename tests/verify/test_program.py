@@ -4,7 +4,7 @@ import pytest
 from support.small_runs import tiny_run
 
 from megazero.parallel.launch import Launch
-from megazero.train.check import check
+from megazero.train.start.check import check
 from megazero.verify.program import verify_layout
 
 ALONE = Launch(0, 1, 0)

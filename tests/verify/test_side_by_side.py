@@ -18,7 +18,7 @@ from megazero.comm.startup import make_mesh
 from megazero.config.run import RunConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
-from megazero.train.inputs import open_inputs
+from megazero.train.start.inputs import open_inputs
 from megazero.verify.side_by_side import difference, verify
 from megazero.verify.verdict import BOUND, CopyDifference, Report, TensorDifference
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.each import each
 from torch import Tensor
 
-from megazero.comm.codec import BlockCodec
+from megazero.comm.wires.codec import BlockCodec
 from megazero.memory.homes import DeviceHome
 from megazero.parallel.param_spec import ParamSpec, Unit
 from megazero.zero.encoded_shards import EncodedShard, EncodedSlice

@@ -22,7 +22,7 @@ from torch import nn
 
 from megazero.optim.inner import StepInputs
 from megazero.zero.engine import Engine
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 
 @pytest.fixture(scope="module")

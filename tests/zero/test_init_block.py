@@ -18,8 +18,8 @@ from torch.nn.modules import module as torch_module
 from megazero.errors import ConfigError, UsageError
 from megazero.library.partitioned_init.init import Init, first_value
 from megazero.parallel.param_spec import spec_of
-from megazero.zero.gathered import GatheredParameters, register_external_parameter
-from megazero.zero.guard import PartitionedParameter, handle_of
+from megazero.zero.parameters.gathered import GatheredParameters, register_external_parameter
+from megazero.zero.parameters.guard import PartitionedParameter, handle_of
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

@@ -107,5 +107,5 @@ def test_gradients_in_files(stage: int) -> None:
 def test_nobody_else_knows_stages() -> None:
     """Within the engine only the plan reads the stage number, which it turns into placements."""
     folder = Path(megazero.__file__).parent / "zero"
-    knows = {path.name for path in folder.glob("*.py") if re.search(r"\bzero_stage\b|\bstage\s*==", path.read_text())}
+    knows = {path.name for path in folder.rglob("*.py") if re.search(r"\bzero_stage\b|\bstage\s*==", path.read_text())}
     assert knows == {"plan.py"}

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from megazero.comm.faults.monitor import place_in_job
+from megazero.comm.faults.shutdown import watch_program
 from megazero.comm.groups import Limits
 from megazero.comm.mesh import Mesh
-from megazero.comm.monitor import place_in_job
-from megazero.comm.shutdown import watch_program
 from megazero.comm.startup import choose_device, divide_data_axis, join, make_mesh
-from megazero.comm.wires import PLAIN
+from megazero.comm.wires.shard_group import PLAIN
 from megazero.config import derived
 from megazero.config.engine_sections import LimitConfig, ZeroConfig
 from megazero.errors import ConfigError, Problem, TopologyError, UsageError, raise_problems

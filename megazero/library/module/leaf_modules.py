@@ -15,7 +15,7 @@ from torch import nn
 from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import Problem, UsageError
 from megazero.zero.engine import Engine
-from megazero.zero.guard import handle_of
+from megazero.zero.parameters.guard import handle_of
 from megazero.zero.plan import Placement, ZeroPlan
 
 _MARK = "_z3_leaf"  # DeepSpeed's, so that models that mark their own modules are understood

@@ -16,7 +16,7 @@ from megazero.errors import Problem, UsageError, raise_problems
 from megazero.library.module.formats import choose_formats
 from megazero.parallel.param_spec import ParamSpec, attach_spec
 from megazero.zero.engine import Engine
-from megazero.zero.guard import guard, handle_of, unguard
+from megazero.zero.parameters.guard import guard, handle_of, unguard
 
 # Attributes by which tensor-parallel libraries mark a parameter of which every rank has another slice.
 _SHARDED = ("tensor_model_parallel", "model_parallel")

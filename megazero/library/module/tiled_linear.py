@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.errors import ConfigError, Problem, raise_problems
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 
 class TiledLinear(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from megazero.zero.guard import PartitionedParameter
+from megazero.zero.parameters.guard import PartitionedParameter
 
 # Functions with which modules allocate new parameters.
 _ALLOCATING = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.tensor})

@@ -56,9 +56,9 @@ from megazero.library.partitioned_init.wires import (
 )
 from megazero.memory.homes import DeviceHome, HostHome
 from megazero.parallel.param_spec import ParamSpec
-from megazero.zero.gathered import raise_changes
-from megazero.zero.guard import attach_handle, detach_handle, handle_of
-from megazero.zero.module_apply import gather_around_apply, restore_apply
+from megazero.zero.parameters.gathered import raise_changes
+from megazero.zero.parameters.guard import attach_handle, detach_handle, handle_of
+from megazero.zero.parameters.module_apply import gather_around_apply, restore_apply
 from megazero.zero.plan import resolve
 
 OVERRIDES = ("dtype", "device")
@@ -108,7 +108,7 @@ class Init:
     zero_quantized_nontrainable_weights: it stores frozen ones so, likewise.
     zero_param_parallel_group: the torch group of the neighbours over which the engine partitions gathered parameters a
     second time, as if its configuration's zero_hpz_partition_size were the group's size.  These three, and the same
-    keys of a configuration given here, may not contradict the engine's configuration (`wires.py`).
+    keys of a configuration given here, may not contradict the engine's configuration (`comm/wires/shard_group.py`).
     param_swapper: refused, not implemented.
     """
 

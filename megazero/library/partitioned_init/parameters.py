@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megazero.comm.interface import Communicator
 from megazero.errors import Problem, UsageError, raise_problems
 from megazero.library.partitioned_init.slices import SliceStore, StoredSlice
-from megazero.zero.guard import guard, unguard
+from megazero.zero.parameters.guard import guard, unguard
 
 GATHERED = "with megazero.zero.GatheredParameters([parameter], modifier_rank=0): ..."
 # The number of elements gathered by one collective.  They are copied from a separate buffer into the parameter: a

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megazero.errors import Problem, UsageError
 from megazero.optim.inner import Elementwise
 from megazero.zero.engine import Engine
-from megazero.zero.guard import handle_of
+from megazero.zero.parameters.guard import handle_of
 from megazero.zero.plan import Placement
 from megazero.zero.update import Piece
 

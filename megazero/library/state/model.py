@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megazero.parallel.param_spec import Unit
 from megazero.zero.engine import Engine
-from megazero.zero.gathered import GatheredParameters
-from megazero.zero.guard import handle_of
+from megazero.zero.parameters.gathered import GatheredParameters
+from megazero.zero.parameters.guard import handle_of
 from megazero.zero.plan import Placement
 
 

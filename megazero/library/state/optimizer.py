@@ -20,7 +20,7 @@ from megazero.library.optimizers import EngineOptimizer
 from megazero.optim.inner import Elementwise
 from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.engine import Engine
-from megazero.zero.guard import handle_of
+from megazero.zero.parameters.guard import handle_of
 from megazero.zero.plan import Placement
 from megazero.zero.update import STEP, OptimizerNumbers
 

@@ -23,7 +23,7 @@ from megazero.files import AsideFile
 from megazero.library.state.optimizer import gathered_state
 from megazero.parallel.param_spec import Unit
 from megazero.zero.engine import Engine
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 _ALIGNMENT = 8
 _NO_UNIT = -1  # the unit of buffers, which every rank has

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from megazero.errors import Problem, UsageError
-from megazero.zero.eagerly import eagerly
 from megazero.zero.engine import Engine
-from megazero.zero.frames import ModuleHook, call_on_gradient, on_gradient, tensors_in
-from megazero.zero.gather import in_backward
+from megazero.zero.parameters.eagerly import eagerly
+from megazero.zero.parameters.frames import ModuleHook, call_on_gradient, on_gradient, tensors_in
+from megazero.zero.parameters.gather import in_backward
 
 _STEP = "a step is gradient_accumulation_steps backward passes, then engine.step()"
 _OWNER = "megazero_backward_owner"  # key of the running pass's owner in what autograd's threads take over

@@ -8,7 +8,7 @@ the batch, or that overflows again, gets the module, the rank and the micro-batc
 from torch import Tensor
 
 from megazero.zero.engine import Engine
-from megazero.zero.not_finite import Finding, Watch, cause_in_words, first_of_all
+from megazero.zero.gradients.not_finite import Finding, Watch, cause_in_words, first_of_all
 from megazero.zero.step import first_overflow
 
 _UNKNOWN = (

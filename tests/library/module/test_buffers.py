@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import megazero
 from megazero.comm.local import LocalCommunicator
 from megazero.library.module.buffers import ModuleBuffers
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 ACCUMULATION = 2
 STEPS = 3

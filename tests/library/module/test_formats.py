@@ -15,7 +15,7 @@ from megazero.library.module.formats import choose_formats
 from megazero.library.state.access import safe_get_full_fp32_param
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 DP, STEPS, LR = 2, 3, 0.125
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero.errors import ConfigError
 from megazero.library.module.tiled_linear import TiledLinear
 from megazero.library.state.access import safe_get_full_grad
-from megazero.zero.guard import attach_handle, guard, unguard
+from megazero.zero.parameters.guard import attach_handle, guard, unguard
 
 IN, OUT = 13, 11
 

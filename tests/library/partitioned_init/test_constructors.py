@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megazero.library.partitioned_init.constructors import ConstructorCalls, innermost, is_running, under_construction
-from megazero.zero.guard import attach_handle, detach_handle, guard
+from megazero.zero.parameters.guard import attach_handle, detach_handle, guard
 
 
 class Telling(nn.Module):

@@ -33,8 +33,8 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import FusedAdamW, StepInputs
 from megazero.parallel.param_spec import spec_of
 from megazero.zero.engine import Engine, EngineSettings
-from megazero.zero.gathered import GatheredParameters
-from megazero.zero.guard import PartitionedParameter, handle_of
+from megazero.zero.parameters.gathered import GatheredParameters
+from megazero.zero.parameters.guard import PartitionedParameter, handle_of
 from megazero.zero.plan import resolve
 
 

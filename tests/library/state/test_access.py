@@ -30,7 +30,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import Elementwise
 from megazero.optim.torch_optimizer import TorchOptimizer
 from megazero.zero.engine import Engine, EngineSettings
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 from megazero.zero.plan import resolve
 
 DP, STEPS = 3, 3

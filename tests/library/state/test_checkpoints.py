@@ -17,7 +17,7 @@ from megazero.checkpoint.reader import open_checkpoint
 from megazero.errors import CheckpointError, UsageError
 from megazero.library.engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_fp32_param
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 VERIFY = Path(__file__).parents[3] / "tools" / "checkpoint.py"
 SAMPLES, BEFORE, AFTER = 8, 3, 3

@@ -27,7 +27,7 @@ from megazero.library.state.access import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 from megazero.zero.plan import Home
 
 ROOT = Path(__file__).parents[3]

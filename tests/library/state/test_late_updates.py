@@ -17,7 +17,7 @@ import megazero
 from megazero.library.engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_fp32_param, safe_set_full_fp32_param
 from megazero.optim.inner import Elementwise, FusedAdamW
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 WIDTH, SAMPLES, AT_ONCE, RATE = 12, 8, 1, 0.02
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import megazero
 from megazero.errors import UsageError
 from megazero.library.engine import DataParallelEngine
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.1},

@@ -16,7 +16,7 @@ from megazero.config.choices import SchedulerChoice
 from megazero.errors import ConfigError, TrainingError, UsageError
 from megazero.library.engine import DataParallelEngine
 from megazero.library.step.stepping import LearningRates
-from megazero.zero.gathered import GatheredParameters
+from megazero.zero.parameters.gathered import GatheredParameters
 
 LR = 0.1
 CLIP = 0.3

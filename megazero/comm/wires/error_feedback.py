@@ -1,0 +1,82 @@
+"""Error feedback: what a codec has rounded off is added to the same numbers when they are encoded next.
+
+This is LoCo (Xie et al., 2024) as DeepSpeed has it (`zeropp_loco_param`).  For the numbers x of one key, with the error
+e kept for them, zero at first:
+
+    h = x + e         h is encoded and sent, as d
+    e = beta e + (1 - beta) (h - d)
+
+The error is that of an average over calls, with weights that fall by beta, so that one call's noise is not fed back
+whole.  That is e + (1 - beta) (x - d), so the sum of all d differs from that of all x by e / (1 - beta), which stays
+bounded, where without feedback the difference grows with each call.  After `reset_interval` calls of a key
+its error is zero again, because the weights have moved on since.  It is zero too where h was not finite: a step that
+overflowed is not part of a later one.
+
+Errors are kept encoded, in about a byte a number, and are rounded by that once more.  They are no part of a checkpoint:
+a run that goes on from one begins without.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megazero.comm.wires.codec import BlockCodec, compute_dtype
+
+Place = tuple[int, int]  # the key, and the hop's number in the call
+
+
+class ErrorFeedback:
+    """The errors of one rank by key.
+
+    beta: the weight of those before.  allocate: makes the memory of a key's errors, uint8 [bytes].
+    codec: that in which they are kept; by default 8 bits in blocks of 256.
+    """
+
+    def __init__(
+        self,
+        beta: float,
+        reset_interval: int,
+        allocate: Callable[[int], Tensor],
+        *,
+        codec: BlockCodec | None = None,
+    ) -> None:
+        assert 0 <= beta < 1 <= reset_interval
+        self._beta = beta
+        self._reset_interval = reset_interval
+        self._allocate = allocate
+        self._codec = codec or BlockCodec(8, 256)
+        self._errors: dict[Place, Tensor] = {}
+        self._num_calls: dict[Place, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all errors, which are allocated at the first call of a key."""
+        return sum(kept.nbytes for kept in self._errors.values())
+
+    def encode(
+        self, codec: BlockCodec, source: Tensor, encoded: Tensor, place: Place, generator: torch.Generator | None
+    ) -> None:
+        """Encode rows and their error as `codec.encode` does, and keep what that has rounded off."""
+        n, dtype = source.shape[-1], compute_dtype(source.dtype)
+        errors = self._take(place, (*source.shape[:-1], self._codec.encoded_bytes(n)))
+        for piece, kept in zip(codec.pieces(encoded, n), self._codec.pieces(errors, n), strict=True):
+            error = self._codec.decode_piece(kept, dtype)
+            compensated = source[..., piece.place] + error
+            codec.encode_piece(compensated, piece, generator)
+            lost = compensated.sub_(codec.decode_piece(piece, dtype))
+            error.mul_(self._beta).add_(lost, alpha=1 - self._beta)
+            self._codec.encode_piece(error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), kept, generator)
+
+    def _take(self, place: Place, shape: tuple[int, ...]) -> Tensor:
+        """Return the encoded errors, zero at the first call and at each reset: bytes of zero decode to it."""
+        if place not in self._errors:
+            self._errors[place] = self._allocate(math.prod(shape)).zero_().view(shape)
+        errors, before = self._errors[place], self._num_calls.get(place, 0)
+        if before == self._reset_interval:
+            errors.zero_()
+            before = 0
+        self._num_calls[place] = before + 1
+        assert errors.shape == shape, f"key {place[0]} is another tensor's"
+        return errors

@@ -1,0 +1,156 @@
+"""Communicators that send quantized numbers (ZeRO++, Wang et al., 2023): gathers of weights, and sums of gradients."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megazero.comm.interface import Communicator, Work
+from megazero.comm.wires.codec import BlockCodec, compute_dtype
+from megazero.comm.wires.error_feedback import ErrorFeedback
+from megazero.comm.wires.forwarding import ForwardingCommunicator
+from megazero.comm.wires.hops import Hops
+from megazero.memory.homes import StateHome
+from megazero.memory.lease import Lease, Scratch
+
+_Hops = Iterator[Sequence[Work]]
+
+
+class QuantizedGather(ForwardingCommunicator):
+    """A communicator whose gathers of floating-point numbers send quantized ones; all else is that of `inner`.
+
+    A rank's own slice is decoded like the others, so that all ranks have the same values; where it lay in its place of
+    the output, it is rounded there.  An axis of one rank sends nothing, and rounds nothing.
+    """
+
+    def __init__(
+        self, inner: Communicator, codec: BlockCodec, scratch: Scratch, *, generator: torch.Generator | None = None
+    ) -> None:
+        """scratch: lends what is gathered, encoded, for each call that has not been waited for.
+
+        generator: draws the numbers of a stochastic codec, on the tensors' device.
+        """
+        super().__init__(inner)
+        self._codec = codec
+        self._scratch = scratch
+        self._generator = generator
+        self._hops = Hops()
+
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
+        if self.size == 1 or not input.is_floating_point():
+            return super().all_gather_into(output, input, label)
+        return self._hops.begin(self._gather(output, input, label), 1)
+
+    def _gather(self, output: Tensor, input: Tensor, label: int | None) -> _Hops:
+        n = input.numel()
+        nbytes = self._codec.encoded_bytes(n)
+        encoded = self._scratch.lease(self.size * nbytes, torch.uint8)
+        rows = encoded.tensor.view(self.size, nbytes)
+        self._codec.encode(input.view(n), rows[self.rank], self._generator)
+        yield [self._inner.all_gather_into(encoded.tensor, rows[self.rank], label)]
+        self._codec.decode(rows, output.view(self.size, n))
+        encoded.release()
+
+
+class EncodedGather:
+    """Gathers of rows that every rank stores encoded, and which are decoded where they arrive."""
+
+    def __init__(self, communicator: Communicator, codec: BlockCodec, scratch: Scratch) -> None:
+        """scratch: lends what is gathered, encoded, for each call that has not been waited for."""
+        self._communicator = communicator
+        self._codec = codec
+        self._scratch = scratch
+        self._hops = Hops()
+
+    def gather_into(self, output: Tensor, row: Tensor, home: StateHome, label: int | None = None) -> Work:
+        """Begin to gather every rank's row, uint8 [encoded_bytes(n)] at home, as numbers [ranks n] in rank order."""
+        return self._hops.begin(self._gather(output, row, home, label), 1)
+
+    def _gather(self, output: Tensor, row: Tensor, home: StateHome, label: int | None) -> _Hops:
+        size = self._communicator.size
+        encoded = self._scratch.lease(size * row.numel(), torch.uint8)
+        rows = encoded.tensor.view(size, row.numel())
+        mine, brought = home.bring(row, rows[self._communicator.rank])
+        with brought.ahead():
+            gathering = self._communicator.all_gather_into(encoded.tensor, mine, label)
+        yield [gathering, brought]
+        self._codec.decode(rows, output.view(size, -1))
+        encoded.release()
+
+
+class QuantizedReduceScatter(ForwardingCommunicator):
+    """A communicator whose reduce-scatters send quantized numbers; all else is that of `whole`.
+
+    Ranks are numbered as in `two_hops.py`.  A reduce-scatter is two exchanges: the ranks of a node send each other what
+    the other is to sum up, quantized; each decodes and sums in float32 (float64 for such tensors), in rank order, its
+    own part included; and the ranks across nodes do the same with those sums.  So numbers are rounded twice, whatever
+    the number of ranks, and what crosses nodes is 1/I of the whole.  An exchange among one rank is left out.
+
+    With n numbers in a slice, and B(n) the bytes of n encoded ones, a rank sends (I-1) A B(n) bytes inside and (A-1)
+    B(n) across.  The result is the same at every call, except for what a stochastic codec draws.
+    """
+
+    def __init__(
+        self,
+        inside: Communicator,
+        across: Communicator,
+        whole: Communicator,
+        codec_inside: BlockCodec,
+        codec_across: BlockCodec,
+        scratch: Scratch,
+        *,
+        hops: Hops | None = None,
+        feedback: ErrorFeedback | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """whole: the axis as one.
+
+        scratch: lends an exchange's numbers, encoded, twice, and their sum, for each call not waited for.
+        hops: those of the other communicators that use `inside` and `across`; by default there are none.
+        feedback: keeps errors for calls that have a key.
+        generator: draws the numbers of stochastic codecs, on the tensors' device.
+        """
+        super().__init__(whole)
+        assert (whole.size, whole.rank) == (across.size * inside.size, across.rank * inside.size + inside.rank)
+        self._shape = across.size, inside.size
+        self._exchanges = [
+            (axis, codec) for axis, codec in ((inside, codec_inside), (across, codec_across)) if axis.size > 1
+        ]
+        self._scratch = scratch
+        self._hops = hops or Hops()
+        self._feedback = feedback
+        self._generator = generator
+
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
+        if not self._exchanges or not input.is_floating_point():
+            return super().reduce_scatter_into(output, input, key)
+        return self._hops.begin(self._reduce_scatter(output, input, key), len(self._exchanges))
+
+    def _reduce_scatter(self, output: Tensor, input: Tensor, key: int | None) -> _Hops:
+        n, dtype, (num_nodes, per_node) = output.numel(), compute_dtype(output.dtype), self._shape
+        parts = input.view(num_nodes, per_node, n).transpose(0, 1)  # the first dimension is that of destinations
+        if per_node == 1:
+            parts = parts[0]
+        sums: Lease | None = None
+        for index, (axis, codec) in enumerate(self._exchanges):
+            rows = (*parts.shape[:-1], codec.encoded_bytes(n))
+            sent, received = (self._scratch.lease(math.prod(rows), torch.uint8) for _ in range(2))
+            if self._feedback is None or key is None:
+                codec.encode(parts, sent.tensor.view(rows), self._generator)
+            else:
+                self._feedback.encode(codec, parts, sent.tensor.view(rows), (key, index), self._generator)
+            if sums is not None:
+                sums.release()
+            yield [axis.all_to_all_into(received.tensor, sent.tensor)]
+            sent.release()
+            sums = self._scratch.lease(parts[0].numel(), dtype)
+            parts = sums.tensor.view(parts.shape[1:])
+            theirs = received.tensor.view(rows)
+            codec.decode(theirs[0], parts)
+            for others in theirs[1:]:
+                codec.add_decoded(others, parts)
+            received.release()
+        assert sums is not None
+        output.view(n).copy_(sums.tensor)
+        sums.release()

@@ -1,0 +1,1 @@
+"""Gradients: kept until they are reduced, reduced, summed over other axes, measured and guarded."""

@@ -1,0 +1,237 @@
+"""Reduction: gradients go from autograd, bucket by bucket, over the data-parallel axis, to where the plan stores them.
+
+A bucket is *complete* when every parameter that overlaps it has its gradient, and is reduced as soon as all buckets
+behind it in the model have been: every rank launches in the same order, whatever order its gradients arrive in.  At
+most `_MAX_IN_FLIGHT` reductions run beside backward (none without overlap: backward then waits for each).  Where a
+bucket's unreduced gradients are stored follows from the plan (`unreduced.py`).
+
+With contiguous gradients the buffers are slots of an arena that is made once (ZeRO, section 6.3), as many as are
+leased at once when gradients come in the reverse of the parameters' order; any more are leased from the pool.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from megazero.comm.interface import Communicator, Work
+from megazero.config.engine_sections import ZeroConfig
+from megazero.errors import Problem, UsageError
+from megazero.memory.address_book import ArenaStatistics
+from megazero.memory.arena_scratch import ArenaScratch
+from megazero.memory.lease import Scratch
+from megazero.parallel.gradient_slot import GradientSlot
+from megazero.timers import Timers
+from megazero.zero.gradients.unreduced import make_store
+from megazero.zero.layout import Bucket, FlatLayout, Range
+from megazero.zero.plan import Lifetime, Placement
+from megazero.zero.shards import Shards
+
+_MAX_IN_FLIGHT = 2
+
+
+class _InFlight(NamedTuple):
+    bucket: Bucket
+    work: Work
+    within: Range
+    reduced: Tensor
+
+
+class GradientReducer:
+    """A reducer that counts arriving gradients, and launches reductions in one order on all ranks."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        communicator: Communicator,
+        buffers: Scratch,
+        parameters: Mapping[str, nn.Parameter],
+        zero: ZeroConfig,
+        *,
+        num_summed: int,
+        timers: Timers,
+    ) -> None:
+        """num_summed: the ranks whose gradients are summed, in the end: those of the communicator, or more."""
+        self._shards = shards
+        self._communicator = communicator
+        self._zero = zero
+        self._timers = timers
+        # One rank's sums are there at once, so that its buckets may leave for host memory without waiting for others.
+        self._max_in_flight = _MAX_IN_FLIGHT if zero.overlap_comm and communicator.size > 1 else 0
+        self.predivisor = float(num_summed) if zero.prescale_gradients else zero.gradient_predivide_factor
+        self._buckets = shards.layout.trainable_buckets
+        self._buckets_of = shards.layout.buckets_of
+        self.bucket_arena = self._make_arena(list(parameters), buffers) if zero.contiguous_gradients else None
+        self.scratch: Scratch = self.bucket_arena or buffers
+        """The pool of buckets on the wire; between a backward and the next one other temporaries may use it."""
+        self._store = make_store(
+            shards,
+            self.scratch,
+            parameters,
+            contiguous=zero.contiguous_gradients,
+            reads_ahead=zero.offload_pipeline_read,
+        )
+        self._is_replicated = shards.plan.gradient.placement is Placement.REPLICATED
+        self._in_flight: deque[_InFlight] = deque()
+        self._gathering: list[Work] = []
+        self._missing: dict[int, set[str]] = {}
+        self._arrived: set[str] | None = None  # parameters with a gradient in this micro-batch; None if it reduces none
+        self._is_in_micro_batch = False
+        self.present: set[str] = set()
+        """The parameters with a gradient in the step so far, on this rank."""
+        self._due: Sequence[Bucket] = ()  # the buckets that this micro-batch's backward fills
+        self._next = -1  # position in self._due of the next bucket to launch; -1: none is left
+
+    @property
+    def arenas(self) -> dict[str, ArenaStatistics]:
+        """The statistics of the arenas of reduced gradients ("kept") and of leased "buckets", where there are any."""
+        found = {"kept": self._shards.gradient_arena, "buckets": self.bucket_arena}
+        return {name: arena.statistics for name, arena in found.items() if arena is not None}
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+        self.present.clear()
+        self._store.begin_step()
+
+    def begin_micro_batch(self, buckets: Sequence[Bucket], *, is_last: bool) -> None:
+        """Expect one backward pass, which fills these buckets; is_last: none of the step's later ones does."""
+        self._is_in_micro_batch = True
+        if self._store.is_due(last_micro_batch=is_last):
+            self._missing = {bucket.index: set(bucket.fragments) for bucket in buckets}
+            self._arrived = set()
+            self._due = buckets
+            self._next = len(buckets) - 1
+
+    def gradient_ready(self, name: str) -> None:
+        """Store a parameter's finished gradient, and launch completed buckets.  Raises UsageError on a second one."""
+        if self._is_in_micro_batch:
+            self.present.add(name)
+        self._store.arrive(name)
+        if self._arrived is None:
+            return
+        if name in self._arrived:
+            rule = "a parameter gets its whole gradient at once, since its bucket may be reduced right then"
+            legal = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); one backward a micro-batch"
+            raise UsageError(Problem(f"a second gradient of {name} in one micro-batch", rule, legal))
+        self._arrived.add(name)
+        for bucket in reversed(self._buckets_of.get(name, ())):  # none if it has no elements
+            self._store.deposit(bucket, name)
+            self._missing[bucket.index].discard(name)
+            if not self._missing[bucket.index]:
+                self._launch_complete()
+        self._store.free(name)
+
+    def gradient_slot(self, name: str) -> GradientSlot | None:
+        """Return memory for a gradient that its layer writes; None where autograd gets it, as outside a micro-batch."""
+        return self._store.gradient_slot(name) if self._is_in_micro_batch else None
+
+    def end_micro_batch(self) -> None:
+        """Launch the buckets that are left after backward; parameters without a gradient count as zeros.
+
+        Raises UsageError with their names where unused parameters are not ignored.
+        """
+        if not self._zero.ignore_unused_parameters:
+            self._check_all_arrived()
+        while self._next >= 0:
+            self._launch()
+        self._arrived = None
+        self._is_in_micro_batch = False
+
+    def reset(self) -> None:
+        """Recover from a failed backward: finish reductions in flight, and forget the step's gradients."""
+        self.finish()
+        self._next, self._arrived = -1, None
+        self._is_in_micro_batch = False
+        self._store.reset()
+
+    def finish(self) -> None:
+        """Wait for every reduction in flight, and until its sums are at home."""
+        while self._in_flight:
+            self._finish_oldest()
+        while self._gathering:
+            with self._timers.measure("grads-reduce"):
+                self._gathering.pop().wait()
+        self._store.settle()
+
+    def _make_arena(self, names: Sequence[str], buffers: Scratch) -> ArenaScratch | None:
+        """Make slots for the buckets leased at once, or for one update's gradients; None where no bucket is leased."""
+        shards, plan = self._shards, self._shards.plan
+        if plan.gradient.lifetime is not Lifetime.RESIDENT:
+            num_slots = most_out_at_once(shards.layout, names, self._max_in_flight)
+        elif plan.gradient_wire != plan.gradient.dtype and self._buckets:
+            num_slots = max(self._max_in_flight, 1)
+        else:
+            num_slots = 0
+        if not num_slots:
+            return None
+        slot_bytes = shards.layout.max_bucket_numel * plan.gradient_wire.itemsize
+        updated = (shards.owned(bucket).numel for bucket in self._buckets if shards.home(bucket).is_device)
+        update_bytes = max(updated, default=0) * plan.optimizer.itemsize
+        num_slots = max(num_slots, -(-update_bytes // slot_bytes))
+        return ArenaScratch(num_slots, slot_bytes, shards.device, fallback=buffers, ledger=shards.ledger)
+
+    def _check_all_arrived(self) -> None:
+        pending = [bucket for bucket in self._due[: self._next + 1] if self._missing[bucket.index]]
+        unused = sorted({name for bucket in pending for name in self._missing[bucket.index]})
+        if unused:
+            rule = "every trainable parameter has a part in the loss (ignore_unused_parameters is false)"
+            legal = "freeze them, use them, or set ignore_unused_parameters"
+            raise UsageError(Problem(f"no gradient for {', '.join(unused)}", rule, legal))
+
+    def _launch_complete(self) -> None:
+        while self._next >= 0 and not self._missing[self._due[self._next].index]:
+            self._launch()
+
+    def _launch(self) -> None:
+        while len(self._in_flight) >= max(self._max_in_flight, 1):  # before another reduction takes its buffers
+            self._finish_oldest()
+        bucket = self._due[self._next]
+        self._next -= 1
+        whole = self._store.close(bucket, self._missing[bucket.index])
+        if self.predivisor != 1.0:
+            whole.div_(self.predivisor)
+        partition = self._shards.partition(bucket)
+        mine = whole[partition.start - bucket.start : partition.stop - bucket.start]
+        if self._zero.reduce_scatter:
+            work = self._communicator.reduce_scatter_into(mine, whole, key=bucket.index)
+            flight = _InFlight(bucket, work, partition, mine)
+        elif self._is_replicated:
+            flight = _InFlight(bucket, self._communicator.all_reduce(whole), bucket.range, whole)
+        else:
+            flight = _InFlight(bucket, self._communicator.all_reduce(whole), partition, mine)
+        self._in_flight.append(flight)
+        if not self._max_in_flight:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        bucket, work, within, reduced = self._in_flight.popleft()
+        with self._timers.measure("grads-reduce"):
+            work.wait()
+        self._store.finish(bucket, within, reduced)
+        if self._is_replicated and within != bucket.range:  # the second half of an all-reduce
+            whole = self._shards.reduced_gradient(bucket, bucket.range)
+            mine = self._shards.reduced_gradient(bucket, within)
+            self._gathering.append(self._communicator.all_gather_into(whole, mine))
+
+
+def most_out_at_once(layout: FlatLayout, names: Sequence[str], max_in_flight: int) -> int:
+    """Return the most buckets filled or reduced at once, if gradients come from the last name to the first.
+
+    max_in_flight: reductions that run beside backward; with 0 backward waits for each.
+    """
+    buckets = layout.trainable_buckets
+    missing = {bucket.index: set(bucket.fragments) for bucket in buckets}
+    still_open: set[int] = set()
+    in_flight, most = min(max_in_flight, len(buckets)), 0  # reductions of the micro-batch before
+    last = len(buckets) - 1
+    for name in reversed(names):
+        for bucket in reversed(layout.buckets_of.get(name, ())):
+            still_open.add(bucket.index)
+            most = max(most, len(still_open) + in_flight)
+            missing[bucket.index].discard(name)
+            while last >= 0 and not missing[buckets[last].index]:
+                still_open.discard(buckets[last].index)
+                in_flight = min(in_flight + 1, max_in_flight)  # the oldest is waited for before another is sent
+                last -= 1
+    return most

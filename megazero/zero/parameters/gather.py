@@ -1,0 +1,338 @@
+"""Partitioned parameters: gathered just before a unit is used, released when it isn't needed next
+(ZeRO, section 5.3).
+
+*Uses* come from outside (`frames.py`): a module's forward begins, a parameter is touched, backward needs a saved
+tensor.  Correctness depends on them alone.  What is prefetched, and what is retained for its next use, is decided here,
+from the order that the last pass recorded (`use_order.py`) and the limits of the configuration; every rank comes to the
+same decisions, so collectives meet.  A unit is *pinned* while a module's forward, or the user, needs it.  Its memory is
+allocated, filled and released in `unit_memory.py`.  (PyTorch's FSDP calls these acts unshard and reshard.)
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from megazero.comm.interface import Communicator
+from megazero.comm.wires.quantized import EncodedGather
+from megazero.config.engine_sections import ZeroConfig
+from megazero.errors import Problem, UsageError
+from megazero.memory.copies import Arrival
+from megazero.timers import Timers
+from megazero.zero.layout import Bucket
+from megazero.zero.parameters.guard import guard, unguard
+from megazero.zero.parameters.unit_memory import GatheredUnit, UnitMemory, UnitState, each, partitioned_units
+from megazero.zero.parameters.use_order import UseOrder
+from megazero.zero.plan import Home
+from megazero.zero.shards import Shards
+
+
+class ParameterGather:
+    """The units of one model on one rank: gathers, prefetches, retains and releases them."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        communicator: Communicator,
+        parameters: Mapping[str, nn.Parameter],
+        zero: ZeroConfig,
+        *,
+        timers: Timers,
+        take_updated: Callable[[Bucket], Arrival],
+        secondary: Communicator | None = None,
+        exact: Communicator | None = None,
+        frozen: EncodedGather | None = None,
+        ranks_may_differ: bool = True,
+    ) -> None:
+        """take_updated, secondary, exact, frozen: as for `UnitMemory`.
+
+        ranks_may_differ: False if all ranks surely gather the same units in the same order.
+        """
+        self._zero = zero
+        self._check_back = shards.check_back
+        self._timers = timers
+        self.memory = UnitMemory(
+            shards,
+            communicator,
+            take_updated=take_updated,
+            secondary=secondary,
+            exact=exact,
+            frozen=frozen,
+            autograd_retains_memory=not zero.memory_efficient_linear,
+            labels_gathers=ranks_may_differ or zero.enable_sanity_checks,
+            compares_labels=zero.enable_sanity_checks,
+        )
+        self._units = {unit.name: unit for unit in partitioned_units(shards, parameters)}
+        self.is_needed = bool(self._units)
+        """True if a unit is partitioned."""
+        self._unit_of = {name: unit for unit in self._units.values() for name in unit.names}
+        for unit in self._units.values():
+            self.memory.attach(unit)
+        numel = {name: unit.numel for name, unit in self._units.items()}
+        largest = max(numel.values(), default=0)
+        prefetch_numel = largest if zero.prefetch_bucket_size is None else zero.prefetch_bucket_size
+        self._prefetch_numel = prefetch_numel if zero.overlap_comm else 0  # elements to gather ahead of their use
+        self._orders = {True: UseOrder(numel), False: UseOrder(numel)}  # passes with a backward, passes without
+        self._order = self._orders[True]
+        self._fetch_partition, self._forget_fetches = shards.fetch_partition, shards.forget_fetches
+        self._reads_ahead = shards.plan.parameter.home is Home.FILE and zero.overlap_comm
+        self._last_in_backward: GatheredUnit | None = None
+        self._node: object = None  # the node of autograd's graph that last gathered a unit
+        self._used_by_node: set[str] = set()
+        self._leaf: frozenset[str] = frozenset()  # units of the leaf module that backward walks through
+        self._retained: set[str] = set()  # units that stay gathered between their uses, as far as the limit allows
+
+    def has(self, unit: str) -> bool:
+        """Return True if some parameters of the unit are partitioned."""
+        return unit in self._units
+
+    def unit_of(self, parameter: str) -> str | None:
+        """Return the unit to gather for a parameter; None when it is always whole."""
+        unit = self._unit_of.get(parameter)
+        return None if unit is None else unit.name
+
+    def unit_of_memory(self, tensor: torch.Tensor) -> str | None:
+        """Return the unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
+        unit = self.memory.unit_of(tensor)
+        return None if unit is None else unit.name
+
+    def begin_pass(self, *, with_backward: bool) -> None:
+        """Record the uses from here on as those of a forward that has a backward, or of one that has none."""
+        self._order = self._orders[with_backward]
+
+    def retain(self, names: Iterable[str]) -> None:
+        """Retain these units after their next uses, as far as the limit allows, until `stop_retaining`."""
+        self._retained.update(name for name in names if name in self._units)
+
+    def stop_retaining(self, names: Iterable[str]) -> None:
+        """Release these units, unless they are in use, and do not retain them any more."""
+        for unit in (self._units[name] for name in names if name in self._retained):
+            self._retained.discard(unit.name)
+            if unit.state is not UnitState.PARTITIONED and not (unit.is_prefetched or self._is_in_use(unit)):
+                self.memory.release(unit)
+
+    def pin(self, name: str, why: str) -> None:
+        """Gather a unit for a use, whole and unguarded until `unpin`.  Raises CollectiveError if ranks don't meet."""
+        self._check_back("a forward")
+        unit = self._units[name]
+        unit.pins += 1
+        if in_backward():
+            self._use_in_backward(unit)
+        else:
+            self._order.use(name)
+            self._gather(unit, why)
+            self._prefetch()
+        each(unguard, unit.parameters)
+
+    def pin_for_user(self, name: str, why: str) -> None:
+        """Gather a unit outside any pass, whole and unguarded until `unpin`; the record of uses has no such use."""
+        self._check_back(why)
+        unit = self._units[name]
+        if self.memory.rounds and not unit.pins:
+            if unit.state is not UnitState.PARTITIONED and not unit.is_exact:
+                self.memory.release(unit)
+            unit.is_exact = True
+        unit.pins += 1
+        self._gather(unit, why)
+        unit.was_pinned_by_user = True
+        each(unguard, unit.parameters)
+
+    def unpin(self, name: str) -> None:
+        """Release a unit, unless other pins remain, it is needed soon, or a running backward will release it."""
+        unit = self._units[name]
+        unit.pins -= 1
+        if unit.pins == 0:
+            each(guard, unit.parameters)
+            stays = not unit.was_pinned_by_user and (in_backward() or self._is_worth_retaining(unit))
+            if unit.state is not UnitState.PARTITIONED and not stays:  # it is PARTITIONED if its gather has failed
+                self.memory.release(unit)
+
+    def share(self, name: str) -> None:
+        """Leave the unit's memory to the tensors that refer to it when the unit is released."""
+        self._units[name].shared = True
+
+    def gather_for_backward(self, name: str) -> None:
+        """Gather a unit for a saved tensor; the units of one node of the graph stay until the next node."""
+        unit = self._units[name]
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self._node, self._used_by_node = node, set()
+        self._used_by_node.add(name)
+        self._use_in_backward(unit)
+
+    def gather_leaf(self, names: Iterable[str]) -> None:
+        """Gather a leaf module's units for its backward, which comes next, whatever ranks have computed in it.
+
+        They stay until backward uses another unit, so that ranks gather them alike.
+        """
+        units = [self._units[name] for name in names if name in self._units]
+        self._leaf = frozenset(unit.name for unit in units)
+        for unit in units:
+            self._use_in_backward(unit)
+
+    def gather_for_recomputation(self, name: str) -> None:
+        """Gather a unit for a part of a forward that backward recomputes, and that saves tensors of it anew.
+
+        Its parameters are unguarded until it is released.
+        """
+        unit = self._units[name]
+        self.gather_for_backward(name)
+        unit.shared = True
+        unit.recomputed_in = torch._C._current_graph_task_id()
+        each(unguard, unit.parameters)
+
+    def _use_in_backward(self, unit: GatheredUnit) -> None:
+        """Gather a unit for backward; several uses in a row count as one, and those within a leaf module."""
+        if unit.name not in self._leaf:
+            self._leaf = frozenset()
+        elif unit.state is UnitState.WHOLE:
+            return
+        if self._last_in_backward is not unit:
+            self._last_in_backward = unit
+            self._order = self._orders[True]
+            self._order.use(unit.name)
+            unit.awaited = set(unit.trainable)
+            self._release_finished(unit)
+        elif unit.state is UnitState.WHOLE:
+            return
+        self._gather(unit, "backward")
+        self._prefetch()
+
+    def gradient_ready(self, parameter: str) -> None:
+        """Release the parameter's unit if this was its last gradient, which ends backward's use of it."""
+        unit = self._unit_of.get(parameter)
+        if unit is None or not unit.releases_early:
+            return
+        unit.awaited.discard(parameter)
+        is_done = not (unit.awaited or unit.pins or _is_recomputed(unit) or unit.name in self._leaf)
+        if is_done and unit.state is UnitState.WHOLE and not self._is_worth_retaining(unit):
+            self.memory.release(unit)
+
+    def end_pass(self, *, with_backward: bool) -> None:
+        """End a backward, or a forward without one: release the units that are neither pinned nor retained."""
+        self._orders[with_backward].end_pass()
+        self._forget_fetches()
+        self._reset_backward()
+        for unit in list(self.memory.live.values()):
+            if not (unit.pins or self._is_retained(unit)):
+                self.memory.release(unit)
+
+    def end_backward(self) -> None:
+        """End a backward after which other forwards still wait for theirs."""
+        self._reset_backward()
+        self._release_finished(None)
+
+    def _reset_backward(self) -> None:
+        self._last_in_backward = self._node = None
+        self._used_by_node, self._leaf = set(), frozenset()
+
+    def reset_pass(self) -> None:
+        """Forget the uses of a forward or backward that has failed, and release its units."""
+        self._order.reset_pass()
+        self._retained.clear()
+        self._reset_backward()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Release every unit that is not pinned; the next gathers are of partitions, whose values may change now."""
+        for unit in list(self.memory.live.values()):
+            if not unit.pins:
+                self.memory.release(unit)
+        self.memory.secondary.forget()
+
+    def check_unpinned(self, call: str) -> None:
+        """Raise UsageError if parameters that are about to change are pinned."""
+        pinned = [unit.name for unit in self.memory.live.values() if unit.pins]
+        if pinned:
+            given = f"{call} while {', '.join(pinned)} is gathered"
+            rule = "gathered parameters are copies, which would be out of date"
+            raise UsageError(Problem(given, rule, f"{call} after the block of GatheredParameters"))
+
+    def _gather(self, unit: GatheredUnit, why: str) -> None:
+        """Gather a unit, and wait until it is whole."""
+        unit.is_prefetched = False
+        if unit.state is not UnitState.WHOLE:
+            self._make_room(unit)
+            self.memory.allocate(unit)
+            for bucket in unit.buckets:
+                self.memory.launch(unit, bucket)
+            with self._timers.measure("params-gather"):
+                self.memory.wait(unit, why)
+        self.memory.mark_used(unit)
+
+    def _prefetch(self) -> None:
+        """Launch gathers of the units used next, up to the elements to prefetch and the limit of memory.
+
+        What is in files is fetched further ahead.
+        """
+        left = self._prefetch_numel
+        for name in self._order.upcoming():
+            unit = self._units[name]
+            if left <= 0:
+                break
+            if unit.state is not UnitState.WHOLE:
+                if unit.state is UnitState.PARTITIONED and not self._fits(unit):
+                    break
+                self._prefetch_unit(unit, left)
+            left -= unit.numel
+        if self._reads_ahead:
+            self._fetch_partitions()
+
+    def _fetch_partitions(self) -> None:
+        """Begin to read partitions of the units gathered next, in order, as far as there are buffers."""
+        for name in self._order.upcoming():
+            unit = self._units[name]
+            missing = (bucket for bucket in unit.buckets if bucket.index not in unit.works)
+            if unit.state is not UnitState.WHOLE and not all(map(self._fetch_partition, missing)):
+                return
+
+    def _prefetch_unit(self, unit: GatheredUnit, left: int) -> None:
+        """Launch gathers of the unit's first buckets, at most `left` elements."""
+        for bucket in unit.buckets:
+            left -= bucket.numel
+            if left < 0:
+                return
+            if unit.state is UnitState.PARTITIONED:
+                self.memory.allocate(unit)
+                unit.is_prefetched = True
+            self.memory.launch(unit, bucket)
+
+    def _release_finished(self, current: GatheredUnit | None) -> None:
+        """Release the units that backward has finished with."""
+        for unit in list(self.memory.live.values()):
+            if not (unit is current or unit.is_prefetched or self._is_in_use(unit) or self._is_worth_retaining(unit)):
+                self.memory.release(unit)
+
+    def _is_in_use(self, unit: GatheredUnit) -> bool:
+        return unit.pins > 0 or unit.name in self._used_by_node or unit.name in self._leaf or _is_recomputed(unit)
+
+    def _make_room(self, wanted: GatheredUnit) -> None:
+        """Release units that are not in use, the longest unused first, until `wanted` fits."""
+        for unit in list(self.memory.live.values()):
+            if self._fits(wanted):
+                return
+            if unit.state is UnitState.WHOLE and unit is not wanted and not self._is_in_use(unit):
+                self.memory.release(unit)
+
+    def _fits(self, unit: GatheredUnit) -> bool:
+        return self.memory.live_numel + unit.numel <= self._zero.max_live_parameters
+
+    def _is_retained(self, unit: GatheredUnit) -> bool:
+        return unit.name in self._retained and self.memory.live_numel <= self._zero.max_live_parameters
+
+    def _is_worth_retaining(self, unit: GatheredUnit) -> bool:
+        if self._is_retained(unit):
+            return True
+        distance = self._order.distance(unit.name)
+        within = distance is not None and distance <= self._zero.max_reuse_distance
+        return within and self.memory.live_numel <= self._zero.max_live_parameters
+
+
+def in_backward() -> bool:
+    """Return True if autograd is walking a graph in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_recomputed(unit: GatheredUnit) -> bool:
+    """Return True if an outer backward recomputed with the unit, and the running one walks what was recomputed."""
+    return unit.recomputed_in is not None and unit.recomputed_in != torch._C._current_graph_task_id()

@@ -1,0 +1,69 @@
+"""The order in which units are used, recorded in one pass and looked up in the next.  Pure: names and numbers.
+
+A *use* is a unit being needed: its module's forward, a parameter read outside its module, its backward.  A *pass* is a
+forward and its backward (or a forward without one).  The record shows which unit to gather ahead of its use, and how
+far away a unit's next use is, which decides whether the unit is retained; `gather.py` prefetches by it.
+
+    recorded   embed  b0  b1  head  head  b1  b0
+    now                   ^
+    upcoming                  head  head  b1  b0
+    distance of b1: two uses of head away
+
+When a pass leaves the recorded order (a branch, a skipped layer, another number of calls), the rest of it is unknown,
+nothing is gathered ahead, and its own order is the record of the next.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, islice
+
+# The most uses of a pass that are recorded.  Only forwards whose backwards never come have more.
+_MOST_USES = 100_000
+
+
+class UseOrder:
+    """The record of one kind of pass; `numel`: elements of each unit."""
+
+    def __init__(self, numel: Mapping[str, int]) -> None:
+        self._numel = numel
+        self._now: list[str] = []
+        self._follows = True
+        self._set_record([])
+
+    def use(self, unit: str) -> None:
+        """Record that the unit is used now."""
+        place = len(self._now)
+        self._follows = self._follows and place < len(self._recorded) and self._recorded[place] == unit
+        self._now.append(unit)
+        if len(self._now) > _MOST_USES:
+            self._now, self._follows = [], False
+
+    def upcoming(self) -> Iterator[str]:
+        """Return the units by their next uses, in order, as far as they are recorded; a unit may come several times."""
+        return islice(self._recorded, len(self._now) if self._follows else len(self._recorded), None)
+
+    def distance(self, unit: str) -> int | None:
+        """Return the elements of other units used before this one's next use; None when no next use is recorded."""
+        places = self._places.get(unit, [])
+        nearest = bisect_left(places, len(self._now))
+        if not self._follows or nearest == len(places):
+            return None
+        return self._elements_before[places[nearest]] - self._elements_before[len(self._now)]
+
+    def end_pass(self) -> None:
+        """Make the uses of this pass the record of the next."""
+        if self._now and not (self._follows and len(self._now) == len(self._recorded)):
+            self._set_record(self._now)
+        self.reset_pass()
+
+    def reset_pass(self) -> None:
+        """Forget the uses of this pass: the record stays."""
+        self._now = []
+        self._follows = True
+
+    def _set_record(self, order: list[str]) -> None:
+        self._recorded = order
+        self._elements_before = list(accumulate((self._numel[unit] for unit in order), initial=0))
+        self._places: dict[str, list[int]] = {}
+        for place, unit in enumerate(order):
+            self._places.setdefault(unit, []).append(place)
