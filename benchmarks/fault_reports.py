@@ -249,9 +249,9 @@ def try_out(launch: str, name: str, folder: Path) -> dict[str, Any]:
         begun = time.monotonic()
         codes: dict[int, int] = {}
         ends: list[float] = []
-        # What has stopped ends when a launcher kills it, and torchrun does once another rank of its node has failed.
-        agents, ranks = LAUNCHES[launch]
-        least = len(processes) - (KINDS[name].stays and (agents == 0 or ranks == agents))
+        # What has stopped ends when a launcher kills it, or what stands beside a rank that is alone under torchrun.
+        agents, _ = LAUNCHES[launch]
+        least = len(processes) - (KINDS[name].stays and agents == 0)
         while len(codes) < least and time.monotonic() - begun < PATIENCE_SECONDS:
             for number, process in enumerate(processes):
                 if number not in codes and (code := process.poll()) is not None:

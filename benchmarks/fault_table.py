@@ -155,6 +155,13 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/comm/test_links.py",),
     ),
     Fault(
+        "comm/faults/suspension.py",
+        "a process that sleeps counts as stopped",
+        "if state is ProcessState.STOPPED",
+        "if state is not ProcessState.GONE",
+        ("tests/comm/faults/test_suspension.py",),
+    ),
+    Fault(
         "comm/wires/hop_choice.py",
         "the slower number of hops is chosen",
         "        two < one,",

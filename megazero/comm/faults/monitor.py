@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megazero.comm.faults.abort import abort_groups, uses_nccl
 from megazero.comm.faults.fault_report import Fault, Heartbeat, Waiting, report
 from megazero.comm.faults.flight_record import FlightRecord
+from megazero.comm.faults.suspension import kill_when_suspended
 from megazero.comm.mesh import CONTROL
 from megazero.errors import first_line
 from megazero.owner import ProcessState, process_start, process_state
@@ -49,6 +50,7 @@ _ENDING_SECONDS = 2.0  # how long a main thread that is about to end may take fo
 _GRACE_SECONDS = 0.5  # beyond the limit, in which the backend may end a collective with an error of its own
 _MARGIN_SECONDS = 0.5  # beyond the interval, after which all ranks have read the note
 _ABORTING_SECONDS = 2.0  # how long NCCL may take to abort its communicators
+_FROZEN_SECONDS = 6.0  # beyond the limit, after which a rank that is alone on its node and stopped is killed
 _FORCED_SECONDS = 6.0  # beyond the limit, after which a process ends whose threads cannot run
 _PASSED_OVER = (*(f"{os.path.dirname(file)}{os.sep}" for file in (os.__file__, torch.__file__, __file__)), "<")
 
@@ -139,6 +141,7 @@ class Job(NamedTuple):
     members: returns the ranks that a rank meets on an axis.  folder: gets a folder `faults` at a fault.
     store_host: the host that holds the store.  holds_store: True if the store ends with this process.
     is_run: True if the process is a run's, whose end may be forced while native code keeps all threads from running.
+    is_alone: True if torchrun has started no other rank on this node, so that it would not kill this one once stopped.
     on_report: is called with the report's lines on the rank that prints it.
     """
 
@@ -150,6 +153,7 @@ class Job(NamedTuple):
     store_host: str
     holds_store: bool
     is_run: bool
+    is_alone: bool = False
     on_report: Callable[[Sequence[str]], object] | None = None
 
 
@@ -180,6 +184,8 @@ class Monitor:
     def start(self) -> None:
         self.follow(self._flight)
         self._thread.start()
+        if self.job.is_alone:  # the process is kept by name: python warns of one that is forgotten while it runs
+            self._beside = kill_when_suspended(self.job.limit_seconds + _FROZEN_SECONDS)
 
     def follow(self, flight: FlightRecord) -> None:
         """Take the rank's position from this flight record from here on."""
@@ -472,7 +478,19 @@ def place_in_job(
 
     holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host = os.environ.get("MASTER_ADDR", "the first host")
-    return Job(rank, topology.world_size, limit_seconds, Path(folder), members, host, holds_store, is_run, on_report)
+    is_alone = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") == "1"
+    return Job(
+        rank,
+        topology.world_size,
+        limit_seconds,
+        Path(folder),
+        members,
+        host,
+        holds_store,
+        is_run,
+        is_alone and topology.world_size > 1,
+        on_report,
+    )
 
 
 def _outlast_the_launcher() -> None:
