@@ -151,7 +151,8 @@ def collective_seconds(
         return measured
     if algorithm == "hierarchical" and 1 < group.nodes < group.size:
         return _hierarchical(hardware, collective, nbytes, group)
-    hops_inside, hops_across = group.size - group.nodes, group.nodes if group.nodes > 1 else 0
+    hops_across = min(group.nodes, group.size - 1) if group.nodes > 1 else 0
+    hops_inside = group.size - 1 - hops_across
     latency = hops_inside * inside.latency_seconds + hops_across * across.latency_seconds
     share = nbytes * (group.size - 1) / group.size
     if collective == "all_to_all":

@@ -163,6 +163,7 @@ class _Stage:
         self._overlap_cost = overlap_cost
         self._spans = self.times.spans if draws else None
         self._action, self._entered = "", 0.0
+        self._held_by = "host"  # what the device waits for where the host is late
 
     @property
     def is_done(self) -> bool:
@@ -207,7 +208,8 @@ class _Stage:
             end = self.host = start + work.seconds + work.host
         self.times.busy["products"] += work.products
         self.times.busy["memory"] += work.seconds - work.products
-        self.times.waits["host"] += end - start - work.seconds
+        self.times.waits[self._held_by] += end - start - work.seconds
+        self._held_by = "host"
         self._draw("device", self._action, start, end)
         self.device = end
 
@@ -233,7 +235,8 @@ class _Stage:
             return False
         del self._messages[wait.number]
         if wait.by_host and self._asynchronous:
-            self.host = max(self.host, message.end)
+            if message.end > self.host:
+                self.host, self._held_by = message.end, kind
             return True
         start = self.device
         beside = min(start, message.end) - message.start

@@ -130,21 +130,21 @@ MIB = 2**20
     [
         ("all_gather", Group(8), "ring", 7 * 2 * US + MIB * 7 / 8 / 100e9),
         ("reduce_scatter", Group(8), "exchange", 7 * 2 * US + MIB * 7 / 8 / 100e9),
-        # Sixteen ranks on two nodes: 14 hops inside, 2 across; eight links leave each node.
-        ("all_gather", Group(16, 2), "ring", (14 * 2 + 2 * 5) * US + MIB * 15 / 16 / 80e9),
+        # Sixteen ranks on two nodes: 13 hops inside, 2 across; eight links leave each node.
+        ("all_gather", Group(16, 2), "ring", (13 * 2 + 2 * 5) * US + MIB * 15 / 16 / 80e9),
         # One rank of each of four nodes: one link.
-        ("all_gather", Group(4, 4), "ring", 4 * 5 * US + MIB * 3 / 4 / 10e9),
-        ("all_reduce", Group(4, 4), "exchange", 2 * (4 * 5 * US + MIB * 3 / 4 / 10e9)),
+        ("all_gather", Group(4, 4), "ring", 3 * 5 * US + MIB * 3 / 4 / 10e9),
+        ("all_reduce", Group(4, 4), "exchange", 2 * (3 * 5 * US + MIB * 3 / 4 / 10e9)),
         ("all_reduce", Group(8), "ring", min(14 * 2 * US + 2 * MIB * 7 / 8 / 100e9, 6 * 2 * US + 2 * MIB / 100e9)),
         ("broadcast", Group(8), "ring", 7 * 2 * US + MIB / 100e9),
         ("send", Group(2), "ring", 2 * US + MIB / 100e9),
         ("receive", Group(2, 2), "ring", 5 * US + MIB / 10e9),
-        ("all_to_all", Group(16, 2), "ring", (14 * 2 + 2 * 5) * US + MIB * 8 / 16 / 10e9),
+        ("all_to_all", Group(16, 2), "ring", (13 * 2 + 2 * 5) * US + MIB * 8 / 16 / 10e9),
         (
             "all_gather",
             Group(16, 2),
             "hierarchical",
-            7 * 2 * US + MIB * 7 / 8 / 100e9 + 2 * 5 * US + MIB / 8 / 2 / 10e9,
+            7 * 2 * US + MIB * 7 / 8 / 100e9 + 5 * US + MIB / 8 / 2 / 10e9,
         ),
         ("all_gather", Group(1), "ring", 0.0),
     ],

@@ -1,0 +1,109 @@
+"""What a step's time means: tokens a second, MFU, and the days, device-hours and energy of a training.  Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megazero.planner.hardware import Hardware
+from megazero.planner.seconds import StepTime
+
+HOUR = 3600.0
+_LEAST_SHOWN = 0.005  # of the shares of a step
+# A unit of time is used from twice its length on, seconds from ten.
+_UNITS = (("days", 86400.0, 2), ("hours", HOUR, 2), ("minutes", 60.0, 2), ("s", 1.0, 10), ("ms", 0.001, 0))
+_LEAST_SHOWN = 0.005  # of the shares of a step
+
+
+@dataclass(frozen=True)
+class Band:
+    """A figure, and the range in which it is expected to be two times out of three."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The forecast of a training of `devices` devices.
+
+    step: its predicted times.  tokens: of one step, of all devices.  total_tokens: of the training, 0 if not told.
+    flops: of a token, in the mathematics of the model (`report.metrics.flops_per_token`).  precision: the number format
+    of its products.
+    """
+
+    step: StepTime
+    hardware: Hardware
+    devices: int
+    tokens: int
+    flops: int
+    precision: str
+    total_tokens: int = 0
+
+    @property
+    def step_seconds(self) -> Band:
+        return self._band(self.step.seconds)
+
+    @property
+    def tokens_per_second(self) -> Band:
+        return self._band(self.tokens / self.step.seconds)
+
+    @property
+    def tflops_per_device(self) -> Band:
+        return self._band(self.tokens / self.step.seconds * self.flops / self.devices / 1e12)
+
+    @property
+    def mfu(self) -> Band:
+        """Model FLOPs by the peak of all devices."""
+        found, peak = self.tflops_per_device, self.hardware.peak(self.precision) / 1e12
+        return Band(*(min(figure / peak, 1.0) for figure in (found.value, found.low, found.high)))
+
+    @property
+    def seconds(self) -> Band:
+        """Of the whole training, in steps alone."""
+        return self._band(self.total_tokens / self.tokens * self.step.seconds)
+
+    @property
+    def device_hours(self) -> Band:
+        return self._times(self.seconds, self.devices / HOUR)
+
+    @property
+    def kilowatt_hours(self) -> Band:
+        """At the watts that the machine has at the most."""
+        return self._times(self.device_hours, self.hardware.watts / 1000)
+
+    def _band(self, value: float) -> Band:
+        return Band(value, value / (1 + self.hardware.error), value * (1 + self.hardware.error))
+
+    def _times(self, band: Band, factor: float) -> Band:
+        return Band(band.value * factor, band.low * factor, band.high * factor)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the forecast as text, a figure a line."""
+        error = f"{100 * self.hardware.error:.0f} %"
+        yield f"machine          {self.hardware.name}, {self.devices} devices; {self.hardware.source}"
+        yield f"step             {_seconds(self.step_seconds)} (error expected: {error})"
+        rate = self.tokens_per_second
+        yield f"tokens/s         {rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f})"
+        mfu, tflops = self.mfu, self.tflops_per_device
+        between = f"{100 * mfu.low:.1f} to {100 * mfu.high:.1f}"
+        yield f"TFLOP/s a device {tflops.value:,.1f}, MFU {100 * mfu.value:.1f} % ({between})"
+        shares = [(kind, share) for kind, share in self.step.shares().items() if share >= _LEAST_SHOWN]
+        yield "the step is      " + ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares)
+        yield f"what binds       {self.step.binding}"
+        if self.total_tokens:
+            yield f"{self.total_tokens:,} tokens: {_seconds(self.seconds)}"
+            hours, energy = self.device_hours, self.kilowatt_hours
+            yield f"device-hours     {hours.value:,.0f} ({hours.low:,.0f} to {hours.high:,.0f})"
+            if self.hardware.watts:
+                yield f"energy           {energy.value:,.0f} kWh ({energy.low:,.0f} to {energy.high:,.0f})"
+
+
+def _seconds(band: Band) -> str:
+    """Return a duration in the unit that suits it: "23 days (18 to 29)"."""
+    unit, factor = next((name, factor) for name, factor, least in _UNITS if band.value >= least * factor)
+    value, low, high = (_rounded(figure / factor) for figure in (band.value, band.low, band.high))
+    return f"{value} {unit} ({low} to {high})"
+
+
+def _rounded(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
