@@ -43,6 +43,22 @@ def fits_groups(model: ModelConfig, tensor_parallel_size: int) -> bool:
     return groups % tensor_parallel_size == 0 or tensor_parallel_size % groups == 0
 
 
+def key_value_heads_of_rank(model: ModelConfig, tensor_parallel_size: int) -> int:
+    """Return the number of heads of keys, and of values, that a tensor-parallel process computes in a block."""
+    return max(num_key_value_heads(model) // tensor_parallel_size, 1)
+
+
+def key_value_cache_bytes(
+    model: ModelConfig, *, layers: int, rows: int, positions: int, tensor_parallel_size: int, element_bytes: int
+) -> int:
+    """Return the bytes of the cache of keys and values with which a process generates text.
+
+    layers: of its pipeline stage.  rows: texts at the same time.  positions: tokens of the longest.
+    """
+    elements = rows * positions * key_value_heads_of_rank(model, tensor_parallel_size) * head_width(model)
+    return 2 * layers * elements * element_bytes
+
+
 def has_qkv_bias(model: ModelConfig) -> bool:
     """Return True if queries, keys and values have biases."""
     return model.add_qkv_bias or not model.disable_bias_linear

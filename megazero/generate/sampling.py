@@ -5,6 +5,8 @@ apply in the order temperature, top-k, top-p, so top-p counts the probabilities 
 Nucleus filtering is from Holtzman et al. 2019, section 3.
 """
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,13 +43,26 @@ class Sampling:
         )
 
 
-def next_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Choose ids [b] by logits [b, V], on the CPU; `generator` is a CPU generator, so devices draw alike."""
+def generator_of(seed: int, sample: int) -> torch.Generator:
+    """Return the generator of random numbers for one of several continuations of a text, whatever else is drawn."""
+    digest = hashlib.sha256(f"{seed} {sample}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+def next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """Choose ids [b] by logits [b, V], on the CPU.
+
+    generators: one of the CPU for every row, which gives a number for every draw.  So devices draw alike, and a row
+    draws the same whatever rows are beside it.
+    """
     scores = logits.detach().to("cpu", torch.float64)
     if sampling.greedy or sampling.temperature == 0:
         return scores.argmax(dim=-1)
     scores = keep_top_p(keep_top_k(scores / sampling.temperature, sampling.top_k), sampling.top_p)
-    return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).squeeze(1)
+    sums = scores.softmax(dim=-1).cumsum(dim=-1)
+    drawn = torch.cat([torch.rand(1, 1, dtype=torch.float64, generator=generator) for generator in generators])
+    # The first id whose sum is above the drawn one; an id of probability 0 has the sum of the one before it.
+    return torch.searchsorted(sums, drawn * sums[:, -1:], right=True).squeeze(1)
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:

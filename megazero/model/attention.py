@@ -90,6 +90,8 @@ class SelfAttention(nn.Module):
         query, key = self._normed(query, key)
         if sequences.rotation is not None:
             query, key = rotate(query, sequences.rotation), rotate(key, sequences.rotation)
+        if sequences.cache is not None:
+            key, value = sequences.cache.update(self, key, value, sequences.positions)
         dropout = self._dropout if self.training else 0.0
         with self._dropout_region(dropout):
             mixed = F.scaled_dot_product_attention(

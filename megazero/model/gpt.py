@@ -9,6 +9,7 @@ out, reduces and gathers.  Radford et al. 2019, section 2.3; Shoeybi et al. 2019
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.activations.recompute_plan import NO_RECOMPUTATION, ActivationPlan, Segment
-from megazero.config.derived import max_position_embeddings
+from megazero.config.derived import head_width, key_value_heads_of_rank, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.model.block import TransformerBlock
+from megazero.model.key_value_cache import KeyValueCache
 from megazero.model.norms import Norm
 from megazero.model.positions import Positions
 from megazero.model.sequences import Sequences
@@ -60,6 +62,8 @@ class GPT(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self._hidden_size = config.hidden_size
+        self._key_value_heads = key_value_heads_of_rank(config, tp.communicator.size)
+        self._head_width = head_width(config)
         self._tp = tp
         self.max_positions = max_position_embeddings(config)
         self._positions = Positions(config, tp)
@@ -110,6 +114,26 @@ class GPT(nn.Module):
     def sequences(self, length: int, *, positions: Tensor | None = None, documents: Tensor | None = None) -> Sequences:
         """Return a micro-batch's rows of `length` tokens, for its embedding and its layers (`Positions.sequences`)."""
         return self._positions.sequences(length, positions=positions, documents=documents)
+
+    def new_cache(self, *, rows: int, positions: int) -> KeyValueCache:
+        """Allocate a cache of the keys and values of this rank's layers, for texts that are computed without grad."""
+        return KeyValueCache(
+            [block.get_submodule("attention") for block in self.layers.values()],
+            rows=rows,
+            positions=positions,
+            heads=self._key_value_heads,
+            width=self._head_width,
+            dtype=self._tp.dtype,
+            device=self._tp.device,
+        )
+
+    def first_tokens(self, length: int, cache: KeyValueCache) -> Sequences:
+        """Return rows of the first `length` tokens, or padding behind them, of texts that are new to the cache."""
+        return replace(self.sequences(length), cache=cache)
+
+    def next_tokens(self, cache: KeyValueCache) -> Sequences:
+        """Return rows of one token each, which go on the texts of the cache."""
+        return self._positions.next_tokens(cache)
 
     def embed(self, tokens: Tensor, sequences: Sequences) -> Tensor:
         """Embed tokens [b, s] as the first chunk's input, [n, h]."""

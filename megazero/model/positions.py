@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megazero.config.derived import max_position_embeddings, rotary_width
 from megazero.config.model import ModelConfig
+from megazero.model.key_value_cache import KeyValueCache
 from megazero.model.sequences import Rotation, Sequences, document_mask
 from megazero.tensor_parallel.layers import TensorParallel
 
@@ -60,6 +61,19 @@ class Positions:
             rows: Tensor | slice = slice(length) if positions is None else positions
             rotation = Rotation(rotation.cosine[rows], rotation.sine[rows])
         return Sequences(length, positions, mask, rotation)
+
+    def next_tokens(self, cache: KeyValueCache) -> Sequences:
+        """Return rows of one token each, which go on the texts of the cache, and attend to them and themselves."""
+        positions = torch.tensor(cache.lengths, device=self._device).unsqueeze(1)  # [b, 1]
+        distances = torch.arange(max(cache.lengths) + 1, device=self._device) - positions  # [b, length of the longest]
+        bias = distances.to(self._dtype)[:, None, None]
+        slopes = [0.0] if self._slopes is None else self._slopes
+        mask = torch.tensor(slopes, dtype=self._dtype, device=self._device).view(-1, 1, 1) * bias
+        mask = mask.masked_fill_((distances > 0)[:, None, None], -torch.inf)  # [b, 1 or a/t, 1, length of the longest]
+        rotation = self._rotation
+        if rotation is not None:
+            rotation = Rotation(rotation.cosine[positions], rotation.sine[positions])
+        return Sequences(1, positions, mask, rotation, cache)
 
     def _alibi_bias(self, length: int) -> Tensor:
         """Return the bias of this rank's heads and the causal mask, [1, a/t, s, s]; the longest made serves all."""

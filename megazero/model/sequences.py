@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megazero.model.key_value_cache import KeyValueCache
+
 
 class Rotation(NamedTuple):
     """Cosine and sine of the angles of r rotated elements, each [b, s, r / 2], or [s, r / 2] for all rows."""
@@ -33,12 +35,15 @@ class Sequences:
     mask: [b, 1, s, s], or [1 or b, a/t, s, s] with a bias of every head (ALiBi), added to the scores of attention: -inf
     where the token of a row doesn't attend to that of a column; None: it attends to itself and all before it.
     rotation: that of queries and keys, None if they aren't rotated.
+    cache: where the keys and values of earlier tokens are, and these tokens' are stored; None: there is none, as in
+    training.  Tokens with a cache and positions go on its texts, and the mask's columns are the texts' tokens.
     """
 
     length: int
     positions: Tensor | None = None
     mask: Tensor | None = None
     rotation: Rotation | None = None
+    cache: KeyValueCache | None = None
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:

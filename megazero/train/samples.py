@@ -1,10 +1,11 @@
 """Text that a model in training continues at evaluations, on whatever layout the run has.
 
 A token takes one forward pass of a micro-batch of the run's own shape on every rank, through the same actions as an
-evaluation, so that every layout, ZeRO stage and pipeline schedule is served; there is no cache of keys and values.  The
-ranks of the last pipeline stage have the logits; one of them draws the token and broadcasts it to all:
+evaluation, so that every layout, ZeRO stage and pipeline schedule is served, and nothing is compiled for another shape;
+so there is no cache of keys and values, with which a pass would have a token a row.  The token is chosen as
+`megazero generate` chooses it (`generate/choice.py`):
 
-    window [b, s] -> evaluation's forwards -> logits [V] of the text's last token -> a token -> every rank
+    window [b, s] -> evaluation's forwards -> logits [Vp / t] of the text's last token -> a token -> every rank
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megazero.data.loader import MicroBatch
-from megazero.generate.sampling import Sampling, next_tokens
+from megazero.generate.choice import choose, whole_rows
+from megazero.generate.sampling import Sampling
 from megazero.pipeline.runtime import execute
 from megazero.train.attention_kernel import prefer_kernel
 from megazero.train.context import StepContext
@@ -59,7 +61,6 @@ def continue_text(context: StepContext, text: SampledText) -> list[int]:
     """Return the tokens that follow the prompt, the same on every rank; a collective call."""
     mesh, (rows, length) = context.mesh, text.shape
     generator = torch.Generator().manual_seed(text.seed)
-    chooser = mesh.topology.rank_of(pp=mesh.topology.pp - 1)
     tokens = list(text.prompt)
     context.model.train(False)
     for _ in range(text.num_tokens):
@@ -72,19 +73,8 @@ def continue_text(context: StepContext, text: SampledText) -> list[int]:
         with prefer_kernel(context.attention):
             execute(actions, passes)
             passes.finish()
-        chosen = torch.zeros(1, dtype=torch.int64, device=mesh.device)
-        if passes.logits is not None:
-            whole = _whole(context, passes.logits)[:, : text.vocab_size]
-            chosen = next_tokens(whole, _SAMPLING, generator).to(mesh.device)
-        mesh.world.broadcast(chosen, chooser).wait()
-        tokens.append(int(chosen.item()))
+        mine = passes.logits
+        whole = None if mine is None else whole_rows(mine.unsqueeze(0), mesh.axis("tp"), text.vocab_size)
+        tokens += choose(mesh, whole, _SAMPLING, [generator])
     context.model.train(True)
     return tokens[len(text.prompt) :]
-
-
-def _whole(context: StepContext, logits: Tensor) -> Tensor:
-    """Gather this rank's logits [Vp / t] to the whole row, [1, Vp]."""
-    tp = context.mesh.axis("tp")
-    row = logits.new_empty(tp.size * logits.numel())
-    tp.all_gather_into(row, logits.contiguous()).wait()
-    return row.unsqueeze(0)

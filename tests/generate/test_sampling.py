@@ -1,13 +1,14 @@
 """Tests filters on hand-made logits, and random draws against the probabilities they should have."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError
-from megazero.generate.sampling import Sampling, keep_top_k, keep_top_p, next_tokens
+from megazero.generate.sampling import Sampling, generator_of, keep_top_k, keep_top_p, next_tokens
 
 ALL = [0, 1, 2, 3]
 PROBABILITIES = [0.1, 0.4, 0.2, 0.3]
@@ -23,7 +24,7 @@ def kept(filtered: Tensor) -> list[int]:
 
 def frequencies(sampling: Sampling, count: int = 20_000) -> list[float]:
     generator = torch.Generator().manual_seed(1)
-    drawn = next_tokens(logits().expand(count, -1), sampling, generator)
+    drawn = next_tokens(logits().expand(count, -1), sampling, [generator] * count)
     return (torch.bincount(drawn, minlength=4) / count).tolist()
 
 
@@ -80,9 +81,31 @@ def test_top_p_counts_what_top_k_has_left() -> None:
 
 def test_the_seed_fixes_the_draws() -> None:
     draws = [
-        next_tokens(logits().expand(64, -1), Sampling(), torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)
+        next_tokens(logits().expand(64, -1), Sampling(), [generator_of(seed, sample) for sample in range(64)])
+        for seed in (3, 3, 4)
     ]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+def test_a_row_draws_the_same_whatever_is_beside_it() -> None:
+    rows = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
+    together = next_tokens(rows, Sampling(top_k=20), [generator_of(1, sample) for sample in range(6)])
+    alone = [next_tokens(rows[[place]], Sampling(top_k=20), [generator_of(1, place)]).item() for place in range(6)]
+    assert together.tolist() == alone
+
+
+def test_streams_of_other_samples_and_seeds_differ() -> None:
+    firsts = [torch.rand(1, generator=generator_of(seed, sample)).item() for seed in range(8) for sample in range(8)]
+    assert len(set(firsts)) == 64
+
+
+def test_a_token_of_no_probability_is_never_drawn() -> None:
+    """The ends of the drawn number's range stay within the tokens that are left."""
+    rows = torch.full((2, 4), -torch.inf, dtype=torch.float64)
+    rows[:, 1:3] = 0.0
+    for drawn, expected in ((0.0, 1), (0.5, 2), (1 - 2**-53, 2)):
+        with patch("torch.rand", return_value=torch.full((1, 1), drawn, dtype=torch.float64)):
+            assert next_tokens(rows, Sampling(), [torch.Generator()] * 2).tolist() == [expected] * 2
 
 
 def test_all_values_out_of_range_are_told_at_once() -> None:

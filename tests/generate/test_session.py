@@ -1,5 +1,6 @@
 """Tests generation from checkpoints of several layouts, on one process and on several, against a reference's logits."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +21,18 @@ from megazero.command_line.parse import from_yaml
 from megazero.config.yaml_file import to_yaml
 from megazero.errors import CheckpointError
 from megazero.generate.sampling import Sampling
-from megazero.generate.session import Session, load_session, saved_vocab_size
+from megazero.generate.session import Continuation, Session, load_session, saved_vocab_size
 from megazero.parallel.param_spec import StateFragment, named_specs
 
 VOCAB, PROMPT, WINDOW = 101, [5, 17, 99], 12
 LONG_PROMPT = [(7 * place) % VOCAB for place in range(WINDOW + 5)]
 GREEDY = Sampling(greedy=True)
+
+
+def tokens_of(session: Session, prompt: list[int], **settings: object) -> list[list[int]]:
+    """Return the tokens of every continuation of one prompt."""
+    (found,) = session.generate([prompt], **settings)
+    return [continuation.tokens for continuation in found]
 
 
 def load(folder: Path, rank: int = 0, *, tp: int = 1, pp: int = 1) -> Session:
@@ -60,13 +67,14 @@ def test_any_layout_continues_as_the_reference(tmp_path: Path, tp: int, untied: 
     expected = reference.logits(weights, torch.tensor([PROMPT]))[0, -1]
     torch.testing.assert_close(logits_after(session, PROMPT), expected, rtol=1e-11, atol=1e-12)
     # 12 positions: the window slides from the tenth new token on.
-    assert session.generate(PROMPT, sampling=GREEDY, max_new_tokens=20) == [greedy_by_hand(weights, PROMPT, 20, WINDOW)]
+    expected_tokens = [greedy_by_hand(weights, PROMPT, 20, WINDOW)]
+    assert tokens_of(session, PROMPT, sampling=GREEDY, max_new_tokens=20) == expected_tokens
 
 
 def test_samples_differ_and_the_seed_repeats_them(tmp_path: Path) -> None:
     session, _ = session_and_weights(tmp_path, 1)
     once, again, other = (
-        session.generate(PROMPT, sampling=Sampling(temperature=2.0), max_new_tokens=8, num_samples=3, seed=seed)
+        tokens_of(session, PROMPT, sampling=Sampling(temperature=2.0), max_new_tokens=8, num_samples=3, seed=seed)
         for seed in (1, 1, 2)
     )
     assert once == again != other
@@ -74,12 +82,22 @@ def test_samples_differ_and_the_seed_repeats_them(tmp_path: Path) -> None:
     assert all(len(sample) == 8 and max(sample) < VOCAB for sample in once)
 
 
-def test_samples_end_before_the_stop_token(tmp_path: Path) -> None:
+def test_what_ends_a_text(tmp_path: Path) -> None:
     session, weights = session_and_weights(tmp_path, 1)
     whole = greedy_by_hand(weights, PROMPT, 12, WINDOW)
-    stop = whole[5]
-    found = session.generate(PROMPT, sampling=GREEDY, max_new_tokens=12, num_samples=2, stop=stop)
-    assert found == [whole[: whole.index(stop)]] * 2
+    eod = whole[5]
+
+    def ends(prompt: Sequence[int], new: Sequence[int]) -> bool:
+        assert prompt == PROMPT
+        return new == whole[:4]
+
+    before_eod = Continuation(whole[: whole.index(eod)], "eod")
+    assert session.generate([PROMPT], sampling=GREEDY, max_new_tokens=12, num_samples=2, eod=eod) == [[before_eod] * 2]
+    settings = {"sampling": GREEDY, "ends": ends}
+    for most, expected in ((12, "stop"), (4, "stop"), (3, "length")):
+        found = session.generate([PROMPT], max_new_tokens=most, **settings)
+        assert found == [[Continuation(whole[: min(most, 4)], expected)]]
+    assert session.generate([], max_new_tokens=3, **settings) == []
 
 
 def test_dropout_is_off(tmp_path: Path) -> None:
@@ -121,7 +139,7 @@ class Observed(NamedTuple):
     layers: list[int]
     num_elements: int
     logits: list[Tensor | None]
-    texts: list[list[list[int]]]
+    texts: list[list[list[Continuation]]]
 
 
 def observe(session: Session, stop: int) -> Observed:
@@ -133,10 +151,9 @@ def observe(session: Session, stop: int) -> Observed:
         sum(parameter.numel() for parameter in session.model.parameters()),
         [session.next_logits(tokens) for tokens in (batch, torch.tensor([LONG_PROMPT]))],
         [
-            session.generate(PROMPT, sampling=GREEDY, max_new_tokens=WINDOW + 3),
-            session.generate(LONG_PROMPT, sampling=GREEDY, max_new_tokens=3),
-            session.generate(LONG_PROMPT, sampling=drawn, max_new_tokens=6, num_samples=3, seed=1),
-            session.generate(PROMPT, sampling=GREEDY, max_new_tokens=WINDOW, num_samples=2, stop=stop),
+            session.generate([PROMPT, LONG_PROMPT], sampling=GREEDY, max_new_tokens=WINDOW + 3),
+            session.generate([LONG_PROMPT, PROMPT], sampling=drawn, max_new_tokens=6, num_samples=3, seed=1),
+            session.generate([PROMPT], sampling=GREEDY, max_new_tokens=WINDOW, num_samples=2, eod=stop),
         ],
     )
 
@@ -191,7 +208,7 @@ def save_on_rank(rank: int, folder: Path) -> None:
 
 def long_greedy_on_rank(rank: int, folder: Path, layout: Layout) -> list[list[int]]:
     session = load(folder, rank, tp=layout.tp, pp=layout.pp)
-    return session.generate(PROMPT[:1], sampling=GREEDY, max_new_tokens=20, num_samples=2)
+    return tokens_of(session, PROMPT[:1], sampling=GREEDY, max_new_tokens=20, num_samples=2)
 
 
 @pytest.mark.gloo

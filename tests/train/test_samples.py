@@ -57,7 +57,7 @@ def expected(layout: dict[str, Any]) -> list[int]:
     generator, tokens = torch.Generator().manual_seed(5), list(PROMPT)
     for _ in range(NUM_TOKENS):
         scores = logits(weights, torch.tensor([tokens[-LENGTH:]]))[:, -1]
-        tokens += next_tokens(scores, Sampling(temperature=0.8, top_p=0.95), generator).tolist()
+        tokens += next_tokens(scores, Sampling(temperature=0.8, top_p=0.95), [generator]).tolist()
     return tokens[len(PROMPT) :]
 
 
