@@ -65,6 +65,12 @@ class Console:
             self.prints = False
             _discard(sys.stdout)
 
+    def notice(self, text: str) -> None:
+        """Print a line that is no part of a program's output, to stderr, on the printing rank."""
+        if self.prints:
+            with suppress(OSError):  # its reader is gone
+                print(text, file=sys.stderr, flush=True)
+
     def track(self, items: Iterable[T], *, total: int | None, description: str) -> Iterator[T]:
         """Yield `items` under a progress bar with an ETA (only on a terminal; a pipe gets no bar)."""
         if not self.on_terminal:

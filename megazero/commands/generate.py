@@ -1,10 +1,12 @@
-"""Continue a text with a trained model: a checkpoint of any layout, on one process or over several.
+"""Continue texts with a trained model: a checkpoint of any layout, on one process or over several.
 
 megazero generate --load runs/demo --prompt "def main("
+megazero generate --load runs/demo --prompts-file questions.jsonl --stop "Q:" --output answers.jsonl
 megazero generate --processes 2 --tensor-model-parallel-size 2 --load runs/demo --prompt "def main("
 """
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from megazero.console import Console
 from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.generate.model_layout import ACROSS, choose_layout
+from megazero.generate.prompts import JSON_ENDING, KEY, has_surrogates, read_prompts
+from megazero.generate.texts import StopTexts, Text, shown, write_texts
 from megazero.parallel.job import read_job
 from megazero.prepare.arguments import add_tokenizer_arguments, with_tokenizer_flags
 from megazero.train.start.inputs import find_tokenizer
@@ -35,11 +39,51 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--step", action=Number, kind="int", metavar="N", help="step of the run; without it, the newest"
     )
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
     parser.add_argument(
-        "--max-new-tokens", action=Number, kind="int", ge=1, default=100, metavar="N", help="length of a continuation"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue, may be repeated; empty, or none at all, starts a new document",
     )
-    parser.add_argument("--num-samples", action=Number, kind="int", ge=1, default=1, metavar="N", help="continuations")
+    parser.add_argument(
+        "--prompts-file",
+        type=Path,
+        metavar="FILE",
+        help=f'texts to continue, one a line; of FILE{JSON_ENDING} a line is {{"{KEY}": "..."}}',
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"write the texts there in place of printing them; to FILE{JSON_ENDING} as JSON lines",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        action=Number,
+        kind="int",
+        ge=1,
+        default=100,
+        metavar="N",
+        help="length of a continuation; past the model's positions each token costs a pass over the last of them",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="text before which a continuation ends, may be repeated; it ends at the end of a document anyway",
+    )
+    parser.add_argument(
+        "--num-samples", action=Number, kind="int", ge=1, default=1, metavar="N", help="continuations of each text"
+    )
+    parser.add_argument(
+        "--batch-size",
+        action=Number,
+        kind="int",
+        ge=1,
+        default=8,
+        metavar="N",
+        help="texts that are continued at the same time, for each of which there is a cache of keys and values",
+    )
     parser.add_argument(
         "--seed", action=Number, kind="int", ge=0, lt=2**63, default=0, metavar="N", help="seed of the random choices"
     )
@@ -73,9 +117,16 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
     """Yield the problems of the flags by themselves."""
-    # Bytes that are not UTF-8 come from the command line as lone surrogates.
-    if any("\ud800" <= character <= "\udfff" for character in options.prompt):
-        yield Problem(f"--prompt {options.prompt!a}", "must be UTF-8 text")
+    for flag, texts in (("--prompt", options.prompt or ()), ("--stop", options.stop or ())):
+        yield from (Problem(f"{flag} {text!a}", "must be UTF-8 text") for text in texts if has_surrogates(text))
+    if "" in (options.stop or ()):
+        yield Problem("--stop ''", "an empty text is everywhere", "--stop TEXT")
+    if options.output is not None:
+        there = next(path for path in (options.output, *options.output.absolute().parents) if path.exists())
+        if there == options.output:
+            yield Problem(f"--output {there}", "must not exist yet", "another name")
+        elif not (there.is_dir() and os.access(there, os.W_OK)):
+            yield Problem(f"--output {options.output}", f"{there} must be writable, and a folder")
 
 
 def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_size: int) -> Tokenizer:
@@ -97,10 +148,11 @@ def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_siz
 
 
 def main(words: Sequence[str]) -> int:
-    """Load the model, continue the prompt, print the continuations; return the exit status."""
+    """Load the model, continue the prompts, print or write the continuations; return the exit status."""
     job = read_job(words)
     options, launch = parse_arguments(job.rest), job.launch
     raise_problems(ConfigError, wrong_flags(options))
+    prompts = [*(options.prompt or ()), *(read_prompts(options.prompts_file) if options.prompts_file else ())] or [""]
     if job.processes is not None:
         from megazero.cluster.local_processes import start_processes
 
@@ -124,18 +176,28 @@ def main(words: Sequence[str]) -> int:
     tokenizer = choose_tokenizer(config.data, options, vocab_size=saved_vocab_size(checkpoint))
     device, minutes = choose_device(options.device, launch), derived.collective_limit_minutes(config.limits)
     use_cpu_threads(None, launch, device)
+    stops = StopTexts(tokenizer, options.stop or ())
+    ids = [tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts]
     with joined(launch, layout, device, timeout_minutes=minutes) as mesh:
         continuations = load_session(config, checkpoint, mesh).generate(
-            tokenizer.encode(options.prompt) or [tokenizer.eod],
+            ids,
             sampling=sampling,
             max_new_tokens=options.max_new_tokens,
             num_samples=options.num_samples,
             seed=options.seed,
-            stop=tokenizer.eod,
+            eod=tokenizer.eod,
+            ends=stops.are_in if options.stop else None,
+            batch_size=options.batch_size,
+            notice=console.notice,
         )
-    for number, tokens in enumerate(continuations, start=1):
-        if options.num_samples > 1:
-            console.line(f"--- sample {number} of {options.num_samples}")
-        # A vocabulary may be larger than its tokenizer; ids past the end have no text.
-        console.line(options.prompt + tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size]))
+    texts = [
+        Text(prompt, number, stops.cut(tokens, each.tokens), len(each.tokens), each.end)
+        for prompt, tokens, samples in zip(prompts, ids, continuations, strict=True)
+        for number, each in enumerate(samples, start=1)
+    ]
+    if options.output is None:
+        for line in shown(texts, options.num_samples):
+            console.line(line)
+    elif launch.rank == 0:
+        write_texts(options.output, texts, options.num_samples)
     return 0

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megazero.comm.mesh import ACTIVATIONS, Mesh, gather_json
 from megazero.config.run import RunConfig
-from megazero.errors import CheckpointError, Problem
+from megazero.errors import CheckpointError, ConfigError, Problem, first_line
 from megazero.generate.choice import choose, whole_rows
 from megazero.generate.model_layout import padded_rows, stage_chunks
 from megazero.generate.sampling import Sampling, generator_of
@@ -156,17 +156,21 @@ class Session:
         eod: int | None = None,
         ends: Callable[[Sequence[int], Sequence[int]], bool] | None = None,
         batch_size: int = 8,
+        notice: Callable[[str], None] | None = None,
     ) -> list[list[Continuation]]:
         """Continue every prompt (at least one id) num_samples times, batch_size texts at the same time.
 
         eod: the id before which a continuation ends.  ends: whether it ends with its last token, from the prompt and
-        the new tokens.  Neither batch_size nor the other prompts change what is drawn for a prompt.
+        the new tokens.  Neither batch_size nor the other prompts change what is drawn for a prompt.  notice: takes a
+        line about the memory of the cache.
         """
         assert all(prompts), "a prompt has at least one token"
         samples = [[_Text(list(prompt), generator_of(seed, n)) for n in range(num_samples)] for prompt in prompts]
         waiting = deque(text for texts in samples for text in texts)
         rows, limits = min(batch_size, len(waiting)), _Ends(max_new_tokens, eod, ends)
         cache = self.cache(rows, max(map(len, prompts), default=0) + max_new_tokens)
+        if notice is not None:
+            notice(cache.describe())
         cached: list[_Text] = []
         longer: list[_Text] = []
         while waiting or cached or longer:
@@ -203,8 +207,17 @@ class Session:
         return torch.cat(known) if known else None
 
     def cache(self, rows: int, tokens: int) -> KeyValueCache:
-        """Allocate a cache for texts of so many tokens, or of as many as the model has positions."""
-        return self.model.new_cache(rows=rows, positions=min(tokens, self.model.max_positions))
+        """Allocate a cache for texts of so many tokens, or of as many as the model has positions.
+
+        Raises ConfigError where memory is short.
+        """
+        positions = min(tokens, self.model.max_positions)
+        try:
+            return self.model.new_cache(rows=rows, positions=positions)
+        except RuntimeError as error:  # of torch's allocators
+            given = f"{rows} texts of {positions} tokens at the same time"
+            rule = f"their keys and values have room in memory: {first_line(error)}"
+            raise ConfigError(Problem(given, rule, "a smaller --batch-size or --max-new-tokens")) from error
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the logits [b, V] of the last layer's outputs [b, h]."""

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from megazero.units import counted, format_bytes
+
 
 class KeyValueCache:
     """The keys and values of up to `rows` texts of up to `positions` tokens.
@@ -48,9 +50,14 @@ class KeyValueCache:
         """The bytes of its memory."""
         return self._stored.nbytes
 
-    @property
-    def free_rows(self) -> int:
-        return self._stored.shape[2] - len(self.lengths)
+    def describe(self) -> str:
+        """Return a line about its memory."""
+        layers, _, rows, heads, positions, width = self._stored.shape
+        return (
+            f"keys and values: {format_bytes(self.nbytes)} on this process (2 x {counted(layers, 'layer')} x"
+            f" {counted(rows, 'text')} x {counted(positions, 'token')} x {counted(heads, 'head')} x"
+            f" {counted(width, 'element')} x {counted(self._stored.itemsize, 'byte')})"
+        )
 
     def update(self, layer: nn.Module, key: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values [b, n, heads, d]; return those that these tokens may attend to.
@@ -60,8 +67,8 @@ class KeyValueCache:
         """
         stored, held = self._stored[self._index[layer]], len(self.lengths)
         if positions is None:
-            rows, length = slice(held, held + key.shape[0]), key.shape[1]
-            stored[0, rows, :, :length], stored[1, rows, :, :length] = key.transpose(1, 2), value.transpose(1, 2)
+            new = stored[:, held : held + key.shape[0], :, : key.shape[1]]
+            new[0], new[1] = key.transpose(1, 2), value.transpose(1, 2)
             return key, value
         rows, reach = self._numbers[:held], max(self.lengths) + positions.shape[1]
         stored[0, rows, :, positions], stored[1, rows, :, positions] = key, value

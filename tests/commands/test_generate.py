@@ -1,5 +1,6 @@
 """Tests of the text generation program on checkpoints of tensor-parallel runs, in one process and under torchrun."""
 
+import json
 import os
 import runpy
 import subprocess
@@ -64,6 +65,58 @@ def test_several_samples_repeat_by_seed(tmp_path: Path, main: Main, capsys: pyte
     assert once.startswith("--- sample 1 of 2\n") and "--- sample 2 of 2\n" in once
 
 
+def test_prompts_of_flags_and_of_a_file_are_continued_together(
+    tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(tmp_path / "run")
+    prompts = ["def f(", "\u00e4", "a longer one, of ", ""]
+    alone = [output(main, capsys, "--load", folder, "--prompt", prompt, "--greedy") for prompt in prompts]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[2:]))
+    together = ["--load", folder, "--greedy", "--batch-size", "3", "--prompts-file", str(tmp_path / "more.jsonl")]
+    together += ["--prompt", prompts[0], "--prompt", prompts[1]]
+    text = output(main, capsys, *together)
+    assert text == "".join(f"--- prompt {number} of 4\n{each}" for number, each in enumerate(alone, start=1))
+
+    (tmp_path / "texts").mkdir()
+    for name in ("out.txt", "out.jsonl"):
+        assert output(main, capsys, *together, "--output", str(tmp_path / "texts" / name)) == ""
+    assert (tmp_path / "texts" / "out.txt").read_text("utf-8") == text
+    lines = [json.loads(line) for line in (tmp_path / "texts" / "out.jsonl").read_text("utf-8").splitlines()]
+    assert [f"{line['prompt']}{line['text']}\n" for line in lines] == alone
+    assert {(line["sample"], line["tokens"], line["end"]) for line in lines} == {(1, 6, "length")}
+    for name, rule in (("out.txt", "must not exist"), ("out.txt/below.txt", "must be writable")):
+        with pytest.raises(ConfigError, match=rf"{name}\n.*{rule}"):
+            main([*together, "--output", str(tmp_path / "texts" / name)])
+
+
+def test_a_stop_text_ends_a_continuation(tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    """The stop text is of two letters, and a token is a byte."""
+    folder = save(tmp_path / "run")
+    given = ["--load", folder, "--prompt", "Q", "--top-k", "90", "--seed", "7", "--max-new-tokens", "40"]
+    main([*given, "--device", "cpu"])
+    whole = capsys.readouterr().out[1:-1]
+    stop = next(
+        whole[place : place + 2]
+        for place in range(3, len(whole) - 2)
+        if whole[place : place + 2].isprintable() and "\ufffd" not in whole[place : place + 2]
+    )
+    main([*given, "--device", "cpu", "--stop", "nowhere", "--stop", stop, "--output", str(tmp_path / "a.jsonl")])
+    (line,) = (tmp_path / "a.jsonl").read_text("utf-8").splitlines()
+    found = json.loads(line)
+    assert (found["text"], found["end"]) == (whole[: whole.index(stop)], "stop")
+    assert found["tokens"] < 40
+
+
+def test_the_memory_of_keys_and_values_is_told_beside_the_text(
+    tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--load", save(tmp_path), "--prompt", "abc", "--num-samples", "3", "--batch-size", "2", *FAST])
+    told = capsys.readouterr().err
+    # Of 2 texts at the same time, of 3 tokens and 6 new ones.
+    assert "(2 x 3 layers x 2 texts x 9 tokens x 12 heads x 5 elements x 8 bytes)" in told
+    assert f"{2 * 3 * 2 * 9 * 12 * 5 * 8 / 1024:.1f} KiB" in told
+
+
 def test_flags_name_the_tokenizer_that_the_run_does_not(
     tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +143,9 @@ def test_the_corpus_names_the_tokenizer_that_neither_run_nor_flags_do(
         (["--seed", "-1"], ConfigError, "--seed -1"),
         (["--seed", "18446744073709551616"], ConfigError, "--seed 18446744073709551616"),
         (["--prompt", "a\udcff"], ConfigError, "--prompt"),
+        (["--prompt", "a", "--stop", "\udcff", "--stop", ""], ConfigError, r"--stop(.|\n)*--stop ''"),
+        (["--prompts-file", "nowhere.txt"], DataError, "nowhere.txt"),
+        (["--batch-size", "0"], ConfigError, "--batch-size 0"),
         (["--tokenizer-type", "SentencePieceTokenizer"], DataError, "--tokenizer-model"),
     ],
 )
@@ -161,7 +217,20 @@ def torchrun(folder: Path, *arguments: str, ranks: int, python: str | None = Non
 @pytest.mark.gloo
 def test_four_processes_write_what_one_writes(tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, tp=3)
-    chosen = ["--prompt", "def f(", "--num-samples", "2", "--top-k", "50", "--seed", "4"]
+    chosen = [
+        "--prompt",
+        "def f(",
+        "--prompt",
+        "a",
+        "--stop",
+        "e",
+        "--num-samples",
+        "2",
+        "--top-k",
+        "50",
+        "--seed",
+        "4",
+    ]
     expected = output(main, capsys, "--load", str(tmp_path), *chosen)
     ended = torchrun(tmp_path, *chosen, TENSOR, "2", STAGES, "2", ranks=4)
     assert (ended.returncode, ended.stdout) == (0, expected), ended.stderr
