@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import corpora
+import generation
 import host_update
 import kernels
 import slow_link
@@ -116,6 +117,13 @@ SECTIONS = (
         "The roofline is max(operations / product, bytes / copy), with the fastest product and the copy measured in the"
         " same run; caches are swept before each call.",
         kernels.body_of,
+    ),
+    Section(
+        "generation",
+        "Generation",
+        "Texts are continued greedily, with the cache of keys and values and without, beside transformers' `generate`,"
+        " which has a cache too; times have the prompt in them.",
+        generation.body_of,
     ),
     Section(
         "slow_link",
