@@ -105,11 +105,19 @@ def test_tables_are_read_only() -> None:
 
 def test_nothing_is_cached_by_function() -> None:
     """A function's cache is module state without an owner; values read from the environment would go stale in it."""
-    found = [
-        f"{source.name}: {node.id if isinstance(node, ast.Name) else node.attr}"
-        for source in sources("megazero", *PROGRAMS)
-        for node in walk(source.tree)
-        if (isinstance(node, ast.Name) and node.id in ("lru_cache", "cache"))
-        or (isinstance(node, ast.Attribute) and node.attr == "lru_cache")
-    ]
+    found = [f"{source.name}: {name}" for source in sources("megazero", *PROGRAMS) for name in cached(source.tree)]
     assert found == []
+    code = (
+        "from functools import cache, partial\nimport functools\n@functools.lru_cache\ndef f(cache):\n    cache.get()\n"
+    )
+    assert [*cached(ast.parse(code))] == ["cache", "lru_cache"]
+
+
+def cached(tree: ast.Module) -> Iterator[str]:
+    """Yield the ways in which a module remembers what functions return."""
+    names = ("lru_cache", "cache")
+    for node in walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "functools":
+            yield from (alias.name for alias in node.names if alias.name in names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "functools":
+            yield from (name for name in names if node.attr == name)
