@@ -29,6 +29,27 @@ class Fault(NamedTuple):
 
 PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
+        "optim/adafactor.py",
+        "the averages of columns are not divided by the mean of those of their own matrix's rows",
+        "mean = rows.mean(factors.row_dims, keepdim=True) if factors.row_dims else rows",
+        "mean = rows.mean()",
+        ("tests/optim/test_adafactor.py",),
+    ),
+    Fault(
+        "optim/factors.py",
+        "a slice of a matrix is put at the beginning of the whole",
+        "whole[outside] = local.view(spec.local_shape)[inside]",
+        "whole[inside] = local.view(spec.local_shape)[inside]",
+        ("tests/optim/test_factors.py",),
+    ),
+    Fault(
+        "zero/update.py",
+        "what every replica of a parameter measures is counted on each of them",
+        "yield part, counts and spec.is_counted_on(self._coordinates)",
+        "yield part, counts",
+        ("tests/zero/test_update.py",),
+    ),
+    Fault(
         "activations/decision.py",
         "the gain of partitioned checkpoints forgets that a slice is left",
         "gain = saves_from * (1 - 1 / ranks)",

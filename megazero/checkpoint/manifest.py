@@ -214,6 +214,12 @@ def layout_problems(entry: TensorEntry, region: Box, boxes: Iterable[Box]) -> It
         yield Problem(f"{describe(entry)}, region {format_box(defect.box)}", rule)
 
 
+def full_shapes(tensors: Iterable[TensorEntry]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter: that of its weights, which the optimizer's averages are 1 along dims of."""
+    entries = sorted(tensors, key=lambda entry: (entry.kind == "weight", math.prod(entry.shape)))
+    return {entry.parameter: entry.shape for entry in entries}
+
+
 def box_key(kind: StateKind, parameter: str, box: Box) -> str:
     """Return the name of a box in the header of its file: `exp_avg/wte.weight[0:15,0:60]`."""
     return f"{kind}/{parameter}{format_box(box)}"
@@ -362,13 +368,16 @@ def _filling_problems(table: BoxTable, manifest: Manifest, source: str) -> Itera
 
 
 def _tensor_problems(manifest: Manifest, source: str) -> Iterator[Problem]:
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = full_shapes(manifest.tensors)
     for (parameter, kind), count in Counter((entry.parameter, entry.kind) for entry in manifest.tensors).items():
         if count > 1:
             yield Problem(f"{source}: {kind} of {parameter}", "listed more than once")
     for entry in manifest.tensors:
-        if shapes.setdefault(entry.parameter, entry.shape) != entry.shape:
-            yield Problem(f"{source}: {describe(entry)}", f"its other state has shape {list(shapes[entry.parameter])}")
+        full = shapes[entry.parameter]
+        if len(entry.shape) != len(full) or any(
+            n not in (1, all_of) for n, all_of in zip(entry.shape, full, strict=True)
+        ):
+            yield Problem(f"{source}: {describe(entry)}", f"its other state has shape {list(full)}")
         if math.prod(max(1, length) for length in entry.shape) > 2**58:
             yield Problem(f"{source}: {describe(entry)}", "larger than any tensor can be")
 

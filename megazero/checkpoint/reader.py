@@ -45,6 +45,7 @@ from megazero.checkpoint.manifest import (
     TensorEntry,
     TensorKey,
     filling_problems,
+    full_shapes,
     header_problem,
     layout_problems,
     parse_manifest,
@@ -176,8 +177,8 @@ class Checkpoint:
         kinds: dict[str, dict[StateKind, torch.dtype]] = defaultdict(dict)
         for entry in self.manifest.tensors:
             kinds[entry.parameter][entry.kind] = DTYPES[entry.dtype]
-        shapes = {entry.parameter: entry.shape for entry in self.manifest.tensors}
-        return {name: SavedParameter(shapes[name], kinds[name]) for name in shapes}
+        shapes = full_shapes(self.manifest.tensors)
+        return {name: SavedParameter(shapes[name], found) for name, found in kinds.items()}
 
     @property
     def num_boxes(self) -> int:

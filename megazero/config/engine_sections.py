@@ -450,11 +450,24 @@ class OptimizerConfig:
     """The update rule and the learning rate; weight decay is not applied to biases and layer norms."""
 
     optimizer: Literal[
-        "adam", "sgd", "adagrad", "adadelta", "adamax", "nadam", "radam", "rmsprop", "rprop", "asgd", "lamb", "lion"
+        "adam",
+        "sgd",
+        "adagrad",
+        "adadelta",
+        "adamax",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "rprop",
+        "asgd",
+        "lamb",
+        "adafactor",
+        "lion",
     ] = setting(
         "adam",
         help="update rule, torch's of this name; adam is AdamW, whose weight decay is decoupled; lamb:"
-        " Adam's direction, in a step as long as a parameter is large; lion: steps along signs",
+        " Adam's direction, in a step as long as a parameter is large; adafactor: with averages of rows and columns in"
+        " place of moments; lion: steps along signs",
     )
     optimizer_params: tuple[str, ...] = setting(
         (),

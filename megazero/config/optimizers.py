@@ -2,8 +2,9 @@
 
 An optimizer is a class of torch.optim, or one of `megazero/optim` that torch has not got, which updates every element
 independently of the others, so that it may run on flat slices of parameters; its parameters have torch's names and
-defaults.  LAMB alone needs norms of whole parameters beside, which are summed over the ranks.  The library's
-configuration uses torch's names of optimizers; a run uses Megatron-LM's, where `adam` is AdamW.  Some settings of a run
+defaults.  LAMB and Adafactor alone need figures of whole parameters beside, which are summed over the ranks.
+
+The library's configuration uses torch's names; a run uses Megatron-LM's, where `adam` is AdamW.  Some settings of a run
 (--adam-beta1, --lion-beta1, --sgd-momentum, --weight-decay) are parameters under their own flags; all others are given
 by --optimizer-params.
 """
@@ -27,7 +28,7 @@ _MOMENTUM = parameter("momentum", "float", 0.0, ge=0)
 class Optimizer:
     """An optimizer's default learning rate, torch's for a class of torch.optim, and descriptions of its arguments.
 
-    measures: whether its step of a parameter needs norms over all of it.
+    measures: whether its step of a parameter needs figures of all of it.
     """
 
     lr: float
@@ -115,6 +116,17 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             ),
             measures=True,
         ),
+        "Adafactor": Optimizer(
+            1e-2,
+            by_name(
+                parameter("beta2_decay", "float", -0.8, le=0),
+                parameter("eps", "pair", (None, 1e-3), ge=0),
+                parameter("d", "float", 1.0, ge=1),
+                _NO_DECAY,
+                _MAXIMIZE,
+            ),
+            measures=True,
+        ),
         "Lion": Optimizer(1e-4, by_name(parameter("betas", "pair", (0.9, 0.99), ge=0, lt=1), _NO_DECAY, _MAXIMIZE)),
     }
 )
@@ -128,9 +140,6 @@ _COMPRESSED = "it compresses what the processes exchange, and here gradients are
 _EIGHT_BITS = (
     "its states are integers with a scale for each block, and partitions, which change with the layout, cut blocks"
 )
-_FACTORED = (
-    "its state is of the rows and columns of whole matrices, and partitions and checkpoints here are of elements"
-)
 _WHOLE = "its update of one element depends on others, and an optimizer here sees flat slices of parameters"
 _MUP = "it scales learning rates by shapes that only the mup package knows"
 
@@ -140,7 +149,6 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
         "OneBitAdam": _COMPRESSED,
         "ZeroOneAdam": _COMPRESSED,
         "Muon": _WHOLE,
-        "Adafactor": _FACTORED,
         "Adam8bit": _EIGHT_BITS,
         "AdamW8bit": _EIGHT_BITS,
         "LBFGS": "it evaluates the model several times a step",

@@ -135,7 +135,8 @@ def coerce(info: FieldInfo, value: Any) -> Any:
     if info.kind == "pair":
         if not isinstance(value, (list, tuple)) or len(value) != 2:
             raise InvalidValue
-        return tuple(_number(info, item) for item in value)
+        pairs = zip(value, info.default or (0, 0), strict=True)
+        return tuple(None if item is default is None else _number(info, item) for item, default in pairs)
     if info.kind in ("int", "float"):
         return _number(info, value)
     assert info.kind in ("str", "path"), f"{info.name}: no rule for values of kind {info.kind}"

@@ -39,9 +39,11 @@ from megazero.library.step.records import StepRecords
 from megazero.library.step.stepping import LearningRates, Stepper
 from megazero.memory.host import retain_freed_memory
 from megazero.memory.ledger_interface import NullLedger
+from megazero.optim.inner import MeasuringOptimizer
 from megazero.optim.loss_scaler import LossScaler
 from megazero.report.offload_price import offload_lines
 from megazero.rules import moot
+from megazero.rules.states import late_updates_need_no_norms
 from megazero.rules.trackers import missing_packages
 from megazero.tensor_parallel.float32 import use_tf32
 from megazero.timers import Timers
@@ -102,6 +104,10 @@ def initialize(
         setting = "zero.zero_quantized_nontrainable_weights: true"
         warnings.warn(f"{setting}: moot here, because every parameter is trained", stacklevel=2)
     chosen = choose(optimizer, settings.optimizer, model)
+    if isinstance(chosen.inner, MeasuringOptimizer) and optimizer is not None:
+        named = f"a given {chosen.kind}"
+        problems = late_updates_need_no_norms(chosen.kind, named, settings.zero, lambda name: f"zero.{name}")
+        raise_problems(ConfigError, problems)
     rates = LearningRates(
         chosen.groups,
         settings.scheduler,

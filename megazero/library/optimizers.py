@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -11,10 +12,10 @@ from megazero.config.choices import OptimizerChoice
 from megazero.config.param_groups import unmatched
 from megazero.errors import ConfigError, Problem, UsageError, raise_problems
 from megazero.library.module.formats import matching
-from megazero.optim.configured import make_optimizer, patterns_of
+from megazero.optim.adafactor import Adafactor
+from megazero.optim.configured import Configured, make_optimizer, patterns_of
 from megazero.optim.grouping import DECOUPLED
-from megazero.optim.inner import Elementwise, FusedAdamW, InnerOptimizer
-from megazero.optim.lamb import Lamb
+from megazero.optim.inner import Elementwise, InnerOptimizer
 from megazero.optim.schedules import write_rate
 from megazero.optim.torch_optimizer import TorchOptimizer
 from megazero.parallel.param_spec import named_specs
@@ -27,7 +28,8 @@ class EngineOptimizer(NamedTuple):
 
     inner: the optimizer of flat pieces.  groups: its param groups, whose options every update reads.
     kind: the name of its class ("AdamW"), `NO_OPTIMIZER` without one.  given: the torch optimizer from which it was
-    made, None for the fused AdamW and for LAMB.  decoupled: the positions of groups whose rate is decoupled.
+    made, None for a configuration's AdamW, LAMB or Adafactor.  decoupled: the positions of groups whose rate is
+    decoupled.
     factors: by position, the multiple of the configuration's rate that a group has.  decays_itself: the positions of
     groups whose weight decay no schedule moves.
     """
@@ -84,6 +86,9 @@ def choose(
         return _configured(choice, model)
     template = given(_trainable(model)) if callable(given) and not isinstance(given, Optimizer) else given
     _check_is_for(template, model)
+    if type(template) is torch.optim.Adafactor:
+        kept = Adafactor({}, template=template)
+        return EngineOptimizer(kept, template.param_groups, "Adafactor", template)
     return _with_groups(Elementwise(TorchOptimizer(template)))
 
 
@@ -108,7 +113,10 @@ def _configured(choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
 
 
 def _with_members(
-    inner: FusedAdamW | Lamb | Elementwise, choice: OptimizerChoice, model: nn.Module, decoupled: frozenset[str]
+    inner: Configured,
+    choice: OptimizerChoice,
+    model: nn.Module,
+    decoupled: frozenset[str],
 ) -> EngineOptimizer:
     """Return the optimizer of a choice, with its parameters and rates in the param groups that have some."""
     if isinstance(inner, Elementwise):

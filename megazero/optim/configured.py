@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from megazero.config.choices import OptimizerChoice, defaults_of
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.param_groups import ParamGroup
+from megazero.optim.adafactor import Adafactor
 from megazero.optim.grouping import DECAYED, UNDECAYED, Grouping
 from megazero.optim.inner import AdamWSettings, Elementwise, FusedAdamW, InnerOptimizer
 from megazero.optim.lamb import Lamb
@@ -19,21 +20,21 @@ from megazero.optim.torch_optimizer import TorchOptimizer
 from megazero.parallel.param_spec import named_specs
 
 _OWN: Mapping[str, type[Optimizer]] = MappingProxyType({"Lion": Lion})  # those that torch has not got
+_MEASURING: Mapping[str, type[Lamb | Adafactor]] = MappingProxyType({"Lamb": Lamb, "Adafactor": Adafactor})
+Configured = FusedAdamW | Lamb | Adafactor | Elementwise
 _KERNEL_PARAMS = {"betas", "eps", "weight_decay"}
 
 
-def make_optimizer(
-    choice: OptimizerChoice, model: nn.Module, decoupled: frozenset[str] = frozenset()
-) -> FusedAdamW | Lamb | Elementwise:
-    """Make AdamW with the fused kernel, LAMB, or a torch optimizer, with the param groups of the choice's patterns.
+def make_optimizer(choice: OptimizerChoice, model: nn.Module, decoupled: frozenset[str] = frozenset()) -> Configured:
+    """Make AdamW with the fused kernel, LAMB, Adafactor, or a torch optimizer, with the choice's param groups.
 
     decoupled: names of parameters with weight decay that have a param group, and a learning rate, of their own.
     """
     grouping = Grouping(decoupled, choice.param_groups)
     table = OPTIMIZERS[choice.type].params
     params = defaults_of(table) | dict(choice.params)
-    if choice.type == "Lamb":
-        return Lamb(params, grouping)
+    if choice.type in _MEASURING:
+        return _MEASURING[choice.type](params, grouping)
     if choice.type == "AdamW" and not {name for name in params.keys() - _KERNEL_PARAMS if params[name]}:
         # Not by a torch optimizer: to make one would import torch._dynamo, which takes a second.
         beta1, beta2 = params["betas"]
@@ -67,6 +68,6 @@ def make_torch_optimizer(choice: OptimizerChoice, params: Iterable[Any]) -> Opti
 
 
 def saved_kinds(choice: OptimizerChoice) -> tuple[str, ...]:
-    """Return the kinds of state, beside the weights, in a checkpoint of this optimizer after its first step."""
+    """Return the kinds of state of elements, beside the weights, in a checkpoint after the optimizer's first step."""
     optimizer = make_optimizer(choice, nn.Linear(1, 1))
     return optimizer.optimizer.state_names(0) if isinstance(optimizer, Elementwise) else optimizer.moments

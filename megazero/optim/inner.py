@@ -3,7 +3,7 @@
 `FusedAdamW` is torch's fused kernel on flat tensors, with its moments in the engine's shards; `found_inf` is an
 argument of the kernel: on overflow weights, moments and step count stay untouched, without a branch on the host.
 `Elementwise` runs any torch optimizer that works element by element, which owns its state.
-`megazero/optim/lamb.py` has one whose step of a parameter needs norms over all of it, which ranks add up before.
+`lamb.py` and `adafactor.py` have those whose step of a parameter needs figures of all of it, which ranks add up before.
 
 All take gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size buffer
 before its update; unscaling and clipping are one factor there, and on a GPU the cast is a part of the multiplication.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megazero.errors import Problem, UsageError
 from megazero.memory.lease import Scratch
+from megazero.optim.factors import Factors
 from megazero.optim.grouping import Grouping
 from megazero.optim.torch_optimizer import FlatRun, TorchOptimizer
 from megazero.parallel.param_spec import ParamSpec
@@ -29,18 +30,24 @@ NOT_UPDATED = -1
 
 
 class Run(NamedTuple):
-    """A contiguous run of elements treated alike: one-dimensional views of the same length, and its optimizer group."""
+    """A contiguous run of elements treated alike: one-dimensional views of the same length, and its optimizer group.
+
+    parameter, start: of what a measuring optimizer gets, the only parameter in it, and its first element there.
+    """
 
     master: Tensor
     gradient: Tensor
     moments: Mapping[str, Tensor]
     group: int
+    parameter: str = ""
+    start: int = 0
 
     def part(self, start: int, stop: int) -> "Run":
         """Return the elements [start, stop) of the run."""
         within = slice(start, stop)
         moments = {name: moment[within] for name, moment in self.moments.items()}
-        return Run(self.master[within], self.gradient[within], moments, self.group)
+        first = self.start + start
+        return Run(self.master[within], self.gradient[within], moments, self.group, self.parameter, first)
 
 
 class StepInputs(NamedTuple):
@@ -49,15 +56,15 @@ class StepInputs(NamedTuple):
     lr: learning rate; None: param groups have their own.  factor: the factor of gradients (unscaling and clipping).
     found_inf: float32, 1 if the step is to be skipped; None where no step is ever skipped.
     options: those of all groups at this step; None: those that the groups have when their runs are updated.
-    squares: of an optimizer that measures, the sums of what `measure` has returned, [2, parameters], and for the update
-    of one parameter [2]; on the device that updates.
+    figures: for elements of one parameter, what an optimizer that measures has found in each of its passes so far, over
+    all of the parameter; on the device that updates.
     """
 
     lr: float | None
     factor: Tensor
     found_inf: Tensor | None
     options: Sequence[Mapping[str, Any]] | None = None
-    squares: Tensor | None = None
+    figures: tuple[Tensor, ...] = ()
 
     def for_masters(self, dtype: torch.dtype) -> "StepInputs":
         """Return the inputs with the factor as products with master weights of `dtype` take it: of this dtype, [1].
@@ -83,6 +90,10 @@ class InnerOptimizer(Protocol):
     @property
     def kinds(self) -> tuple[str, ...]:
         """The names of all state with one value per element that some parameter has from its first step on."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if the optimizer allocates the state of runs itself, and counts their steps; else the engine does."""
 
     @property
     def skips_on_host(self) -> bool:
@@ -132,15 +143,45 @@ class InnerOptimizer(Protocol):
 class MeasuringOptimizer(InnerOptimizer, Protocol):
     """An optimizer whose update of a parameter needs figures of all of it, which other ranks may have parts of.
 
-    Before the updates of a step every rank measures what it updates, in parts of one parameter each; the figures are
-    summed over the ranks, each element counted once, and a part's update has those of its parameter.
+    Before the updates of a step every rank measures what it updates, in one or more passes over parts of one parameter
+    each.  A pass's figures are summed over the ranks, each element counted once, and later passes have those sums, as
+    the update has.
     """
 
-    def measure(self, part: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> Tensor:
-        """Prepare the update of elements of one parameter; return two figures of them, float64 [2].
+    @property
+    def num_passes(self) -> int:
+        """The number of passes before the update."""
 
-        `update` takes the same elements later in the step, perhaps in other parts, without their gradient.
+    def begin(self, parameters: Sequence[Factors], dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the state of whole parameters, those that this rank updates elements of; called once."""
+
+    @property
+    def own_memory(self) -> Sequence[Tensor]:
+        """The tensors on the engine's device in which state of whole parameters lies."""
+
+    def state_of(self, name: str) -> Mapping[str, tuple[ParamSpec, Tensor]]:
+        """Return a parameter's state that is not of elements, by kind: of what it is, and itself, equal on all ranks.
+
+        Writing to the tensor writes the state.
         """
+
+    def num_figures(self, number: int, name: str) -> int:
+        """Return the number of a parameter's figures in a pass on one rank."""
+
+    def measure(
+        self, number: int, part: Run, step: Tensor, inputs: StepInputs, into: Tensor | None, *, buffers: Scratch
+    ) -> None:
+        """Add a part's figures in pass `number` to those of its parameter on this rank, float64.
+
+        into: None where another rank, or another part, counts these elements.  `update` takes the same elements later
+        in the step, perhaps in other parts.
+        """
+
+    def whole_figures(self, number: int, name: str, local: Tensor) -> Tensor:
+        """Return a rank's figures of a parameter in the form in which they are summed over the ranks."""
+
+    def settle(self, number: int, figures: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> None:
+        """Use the sums of a pass, by parameter; steps: the number of this step, of those that take one."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +194,16 @@ class AdamWSettings:
     weight_decay: float
 
 
-class WithMoments:
-    """What optimizers have in common whose state is the two moments of Adam in the engine's shards.
+class OfEngine:
+    """What optimizers have in common whose state the engine keeps: most have the two moments of Adam in its shards.
 
     groups: the options of the groups, which every update reads; "lr" is read where the update is given no rate.
     Weight decay applies to parameters whose spec has `decay`, and to those of a pattern that says so.
     """
 
-    moments = kinds = ("exp_avg", "exp_avg_sq")
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    kinds: tuple[str, ...] = moments
+    keeps_state = False
 
     def __init__(self, common: Mapping[str, Any], weight_decay: float, grouping: Grouping) -> None:
         """common: options of all groups."""
@@ -176,7 +219,7 @@ class WithMoments:
         return self._grouping.group_of(spec)
 
     def bind(self, runs: Sequence[Run]) -> None:
-        """Do nothing: the moments are the only state."""
+        """Do nothing: a run holds its moments, and the engine has the rest."""
 
     def divide(self, index: int, parts: Sequence[Run]) -> None:
         """Do nothing: a run holds its moments."""
@@ -191,7 +234,7 @@ class WithMoments:
         """Do nothing: the engine has made the moments, and counts steps itself."""
 
 
-class FusedAdamW(WithMoments):
+class FusedAdamW(OfEngine):
     """AdamW by torch's fused kernel."""
 
     skips_on_host = False
@@ -240,6 +283,7 @@ class Elementwise:
     """
 
     moments: tuple[str, ...] = ()
+    keeps_state = True
     skips_on_host = True
 
     def __init__(self, optimizer: TorchOptimizer) -> None:

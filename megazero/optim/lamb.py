@@ -2,25 +2,29 @@
 
 The step of a parameter is its direction times a *trust ratio*, the norm of its weights over the norm of its direction,
 each over all of the parameter.  ZeRO cuts a parameter over ranks, and tensor parallelism does; so a step has two
-passes.  The first advances the moments and returns the squares of both norms over the elements that are here; the
+passes.  The first advances the moments and adds up the squares of both norms over the elements that are here; the
 engine sums them over the ranks; the second makes the direction again, of moments and weights, and takes the step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.memory.lease import Scratch
+from megazero.optim.factors import Factors
 from megazero.optim.grouping import Grouping
-from megazero.optim.inner import Run, StepInputs, WithMoments, piece_numel, scaled
+from megazero.optim.inner import OfEngine, Run, StepInputs, piece_numel, scaled
+from megazero.parallel.param_spec import ParamSpec
 
 
-class Lamb(WithMoments):
+class Lamb(OfEngine):
     """LAMB, whose weight decay is part of the direction; the ratio of a parameter of zeros, or at rest, is 1."""
 
     skips_on_host = True
+    num_passes = 1
+    own_memory: Sequence[Tensor] = ()
 
     def __init__(self, params: Mapping[str, Any], grouping: Grouping | None = None) -> None:
         """params: by the names of the table of optimizers.
@@ -31,27 +35,42 @@ class Lamb(WithMoments):
         common = {name: value for name, value in params.items() if name != "weight_decay"}
         super().__init__(common, params["weight_decay"], grouping or Grouping())
 
-    def measure(self, part: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> Tensor:
-        """Advance the moments; return the squares of the norms of weights and direction."""
+    def begin(self, parameters: Sequence[Factors], dtype: torch.dtype, device: torch.device) -> None:
+        """Do nothing: all state is of elements."""
+
+    def state_of(self, name: str) -> Mapping[str, tuple[ParamSpec, Tensor]]:
+        return {}
+
+    def num_figures(self, number: int, name: str) -> int:
+        return 2
+
+    def measure(
+        self, number: int, part: Run, step: Tensor, inputs: StepInputs, into: Tensor | None, *, buffers: Scratch
+    ) -> None:
+        """Advance the moments, and add up the squares of the norms of weights and direction."""
         numel, piece = part.master.numel(), piece_numel(part)
         beta1, beta2 = self.groups[part.group]["betas"]
-        squares = torch.zeros(2, dtype=torch.float64, device=part.master.device)
         lease = buffers.lease(piece, part.master.dtype)
         for start in range(0, numel, piece):
             run = part.part(start, min(start + piece, numel))
             gradient = scaled(run.gradient, inputs.factor, lease.tensor)
             run.moments["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
             run.moments["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            direction = self._direction(run, step, lease.tensor)
-            squares += torch.stack([torch.linalg.vector_norm(each).double() for each in (run.master, direction)]) ** 2
+            if into is not None:
+                direction = self._direction(run, step, lease.tensor)
+                into += torch.stack([torch.linalg.vector_norm(each).double() for each in (run.master, direction)]) ** 2
         lease.release()
-        return squares
+
+    def whole_figures(self, number: int, name: str, local: Tensor) -> Tensor:
+        return local
+
+    def settle(self, number: int, figures: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> None:
+        """Do nothing: the update uses the sums."""
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         """Take the step of elements of one parameter, whose moments have advanced."""
-        assert inputs.squares is not None, "what is updated has been measured"
         options = self.groups[run.group]
-        weights, direction = inputs.squares.sqrt().unbind()
+        weights, direction = inputs.figures[0].sqrt().unbind()
         ratio = (weights / direction).clamp(options["min_coeff"], options["max_coeff"])
         ratio = torch.where((weights > 0) & (direction > 0), ratio, torch.ones_like(ratio))
         length = (ratio * float(options["lr"] if inputs.lr is None else inputs.lr)).to(run.master.dtype)

@@ -31,7 +31,8 @@ _GROUP = "group."
 _MISSING = object()
 _RULE = "ZeRO updates flat pieces of parameters, so the optimizer has to treat every element by itself"
 _LEGAL = (
-    "SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta, Rprop, ASGD, or an elementwise one of yours"
+    "torch's SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta, Rprop, ASGD or Adafactor, or an"
+    " elementwise one of yours"
 )
 
 # The trial.  Its learning rate is not the template's, which a warm-up may have set to zero: no weight would change.

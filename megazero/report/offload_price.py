@@ -95,15 +95,19 @@ def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None
 
     num_micro_batches: of a step.  flops: the floating-point operations of this rank's step; None: not known.
     """
-    plan, mesh = engine.plan, engine.mesh
+    plan, mesh, shape = engine.plan, engine.mesh, engine.optimizer_shape
     numel, partitions = engine.layout.used_numel(trainable=True), mesh.topology.size(SHARDS)
     traffic = host_traffic(plan, numel, partitions, num_micro_batches)
     if not any(traffic):
         return []
     updated = round(numel // partitions * plan.share_away)
     price = estimate_price(traffic, updated=updated, flops=flops, dtype=plan.parameter.dtype, device=mesh.device)
-    price = price._replace(is_late=engine.settings.zero.delayed_parameter_update)
-    files = file_traffic(plan, numel, partitions, num_micro_batches)
+    # A pass before the update takes about its time: both read and write what the memory holds of each element.
+    price = price._replace(
+        is_late=engine.settings.zero.delayed_parameter_update,
+        update_seconds=price.update_seconds * (1 + shape.num_passes),
+    )
+    files = file_traffic(plan, numel, partitions, num_micro_batches, optimizer=shape)
     if any(files):
         sample = min(sum(files), _WRITTEN_BYTES)
         rate = engine.measure_files(sample)

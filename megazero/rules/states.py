@@ -153,7 +153,7 @@ def late_updates_need_no_norms(optimizer: str, named: str, zero: ZeroConfig, spe
     """
     if zero.delayed_parameter_update and OPTIMIZERS[optimizer].measures:
         given = f"{spell('delayed_parameter_update')} with {named}"
-        rule = f"{optimizer} needs norms of whole parameters, which all processes sum up before any is updated"
+        rule = f"{optimizer} needs figures of whole parameters, which all processes sum up before any is updated"
         yield Problem(given, rule, f"leave out {spell('delayed_parameter_update')}, or another optimizer")
 
 

@@ -25,7 +25,7 @@ from megazero.memory.file_states import FileStates, file_bandwidth
 from megazero.memory.homes import HostHome
 from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
-from megazero.optim.inner import InnerOptimizer, StepInputs
+from megazero.optim.inner import InnerOptimizer, MeasuringOptimizer, StepInputs
 from megazero.parallel.gradient_slot import attach_gradient_slot, detach_gradient_slot
 from megazero.parallel.param_spec import ParamSpec, StateFragment, Unit, named_specs
 from megazero.parallel.topology import ENDS, REPLICAS
@@ -52,7 +52,7 @@ from megazero.zero.parameters.guard import attach_handle, detach_handle
 from megazero.zero.parameters.module_apply import gather_around_apply, restore_apply
 from megazero.zero.parameters.publish import ParameterPublisher
 from megazero.zero.parameters.written import WrittenParameters
-from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan, wires
+from megazero.zero.plan import Home, Lifetime, ModelStateBytes, OptimizerShape, Placement, ZeroPlan, wires
 from megazero.zero.shards import FirstValue, Shards, value_of_parameter
 from megazero.zero.update import LocalNorms, OptimizerNumbers, Piece, ShardUpdate
 
@@ -243,7 +243,7 @@ class Engine:
             reads_ahead=zero.offload_pipeline_read,
             num_at_once=zero.delayed_parameter_update_start if zero.delayed_parameter_update else None,
             counted_at=self._coordinates,
-            world=self.world,
+            mesh=mesh,
             names=settings.parameter_names,
             timers=settings.timers,
         )
@@ -564,6 +564,14 @@ class Engine:
         secondary = self._gather.memory.secondary.nbytes if home is in_memory else 0
         return replace(found, parameters=found.parameters + secondary)
 
+    @property
+    def optimizer_shape(self) -> OptimizerShape:
+        """What formulas need of the optimizer."""
+        inner, averages, passes = self.settings.optimizer, 0, 0
+        if isinstance(inner, MeasuringOptimizer):
+            averages, passes = sum(tensor.numel() for tensor in inner.own_memory), inner.num_passes
+        return OptimizerShape(len(inner.kinds), averages, passes)
+
     def measure_files(self, nbytes: int) -> float | None:
         """Return the bytes a second that this rank writes to files of states and reads, from a file of this size.
 
@@ -635,6 +643,14 @@ class Engine:
         self._update.finish_copies()
         self.written.find()
         return self._update.pieces(name, kind)
+
+    def whole_state(self, name: str) -> dict[str, Tensor]:
+        """Return the optimizer's state of a parameter that is not of its elements, by kind; equal on all ranks.
+
+        Each has the logical tensor's dims; writing to it writes the state.
+        """
+        self._offloaded.check_back(f"access to the optimizer's state of {name}")
+        return self._update.whole_state(name)
 
     def gradient_so_far(self, name: str) -> GradientSoFar | None:
         """Return this rank's part of what the passes of an incomplete step have added up; None before the first."""

@@ -235,11 +235,30 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
     )
 
 
-def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int, home: Home = Home.DEVICE) -> ModelStateBytes:
+class OptimizerShape(NamedTuple):
+    """What formulas need of an optimizer; the default is Adam's.
+
+    num_moments: the values that it keeps for every element beside the master weights.
+    num_averages: those that it keeps of rows and columns, of all parameters that a rank has elements of.
+    num_passes: its passes over what a rank owns before that of the update, in which moments may change.
+    """
+
+    num_moments: int = 2
+    num_averages: int = 0
+    num_passes: int = 0
+
+
+ADAM = OptimizerShape()
+
+
+def model_state_bytes(
+    plan: ZeroPlan, numel: int, partitions: int, home: Home = Home.DEVICE, optimizer: OptimizerShape = ADAM
+) -> ModelStateBytes:
     """Return the bytes per rank at a home for `numel` parameters by formula: p + g + k, divided where partitioned.
 
-    A resident gradient is whole on every rank's device until the step's end, even where it is partitioned after
-    reduction.  Loose gradients are torch's own and not counted; the memory for their reduced sums is.
+    Averages of rows and columns are whole on every rank's device.  A resident gradient is so until the step's end, even
+    where it is partitioned after reduction.  Loose gradients are torch's own and not counted; the memory for their
+    reduced sums is.
     """
 
     def stored(row: Row) -> int:
@@ -256,11 +275,12 @@ def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int, home: Home = 
         parameters[at] = parameters.get(at, 0) + numel // plan.secondary
     owned = round(stored(plan.optimizer) * plan.share_at(home))
     reduced = round(stored(plan.gradient) * plan.gradient_share_at(home))
+    averages = optimizer.num_averages if home is Home.DEVICE else 0
     return ModelStateBytes(
         parameters=parameters.get(home, 0) * plan.parameter.itemsize,
         gradients=(numel if resident else reduced) * plan.gradient.itemsize,
         master=owned * plan.optimizer.itemsize if plan.separates_master(home) else 0,
-        moments=2 * owned * plan.optimizer.itemsize,
+        moments=(optimizer.num_moments * owned + averages) * plan.optimizer.itemsize,
     )
 
 
@@ -307,23 +327,31 @@ def host_traffic(
 
 
 def file_traffic(
-    plan: ZeroPlan, numel: int, partitions: int, num_micro_batches: int, *, num_gathers: int | None = None
+    plan: ZeroPlan,
+    numel: int,
+    partitions: int,
+    num_micro_batches: int,
+    *,
+    num_gathers: int | None = None,
+    optimizer: OptimizerShape = ADAM,
 ) -> FileTraffic:
     """Return what a rank writes to files and reads in a step at most, by formula.
 
-    numel, num_gathers: as for `data_parallel_bytes`.  Master weights and two moments are read once and written once;
-    a gradient's sum is written for each reduction, and read for all but the first, for the norm and for the update; a
-    partition is written once and read for each gather.  What is still in a buffer is not read again.  Sums over another
-    axis than the data-parallel one are left out.
+    numel, num_gathers: as for `data_parallel_bytes`.  Master weights and moments are read once for the update and once
+    for each pass before it; the weights are written once, and moments in every pass.  A gradient's sum is written for
+    each reduction, and read for all but the first, for the norm and wherever the states are; a partition is written
+    once and read for each gather.  What is still in a buffer is not read again.  Sums over another axis than the
+    data-parallel one are left out.
     """
     owned = numel // partitions
-    states = round(owned * plan.share_at(Home.FILE)) * 3 * plan.optimizer.itemsize
+    of_each = round(owned * plan.share_at(Home.FILE)) * plan.optimizer.itemsize
+    visits = 1 + optimizer.num_passes
     gradients = round(owned * plan.gradient_share_at(Home.FILE)) * plan.gradient.itemsize
     reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
     in_files = max(owned - plan.max_parameters_in_host, 0) if plan.parameter.home is Home.FILE else 0
     partition = in_files * plan.parameter.itemsize
     gathers = 2 * num_micro_batches if num_gathers is None else num_gathers
     return FileTraffic(
-        write=states + reductions * gradients + partition,
-        read=states + (reductions + 1) * gradients + gathers * partition,
+        write=of_each * (1 + optimizer.num_moments * visits) + reductions * gradients + partition,
+        read=of_each * (1 + optimizer.num_moments) * visits + (reductions + visits) * gradients + gathers * partition,
     )

@@ -28,6 +28,8 @@ from megazero.memory.copies import ARRIVED, Arrival
 from megazero.memory.file_states import FileSlice, FileState, FileStates
 from megazero.memory.homes import DeviceHome, StateHome
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
+from megazero.optim.factors import Factors
+from megazero.optim.inner import NOT_UPDATED
 from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.zero.encoded_shards import EncodedShard, EncodedSlice
 from megazero.zero.gradients.gradient_guard import may_have
@@ -290,6 +292,26 @@ class Shards:
             file.store(place, arrival)
         if (gradient := states.gradient_file) is not None:
             gradient.leave(place, ARRIVED)
+
+    def store_moments(self, sub_group: SubGroup) -> None:
+        """Begin to write the moments in files of a sub-group, the only states that have changed."""
+        place, states = self._place(sub_group.bucket, sub_group.within), self._state(sub_group.bucket)
+        for moment in states.moments.values():
+            assert isinstance(moment, FileState), "states of a bucket are in files together"
+            moment.store(place, ARRIVED)
+        for unchanged in (states.master, states.gradient):
+            if isinstance(unchanged, FileState):
+                unchanged.leave(place, ARRIVED)
+
+    def updated_parameters(self) -> list[Factors]:
+        """Return the matrices of the parameters that the optimizer updates, as far as they have elements."""
+        trained = (section for section in self.layout.sections if section.trainable)
+        return [
+            Factors(slot.spec, tuple(self._shapes[slot.spec.name]), slot.group)
+            for section in trained
+            for slot in section.slots
+            if slot.group != NOT_UPDATED and slot.spec.numel
+        ]
 
     def forget_state_fetches(self) -> None:
         """Let buffers be free of states that have been fetched for an update that did not come."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator
+from megazero.comm.mesh import Mesh
 from megazero.memory.copies import ARRIVED, Arrival
 from megazero.memory.homes import StateHome
 from megazero.memory.lease import Scratch
@@ -17,6 +17,7 @@ from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, MeasuringOptimizer
 from megazero.parallel.param_spec import StateElsewhere, StateFragment
 from megazero.timers import Timers
 from megazero.zero.gradients.gradient_norms import GradientNorms
+from megazero.zero.gradients.whole_figures import Figures, WholeFigures
 from megazero.zero.late_update import LateWeights
 from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.parameters.publish import ParameterPublisher
@@ -55,10 +56,14 @@ class OwnedRun(NamedTuple):
 
 
 class _HomeStep(NamedTuple):
-    """The number of a step and its inputs, on the device that updates what lives in one home."""
+    """The number of a step and its inputs, on the device that updates what lives in one home.
+
+    figures: those of whole parameters, of each pass of a measuring optimizer so far.
+    """
 
     step: Tensor
     inputs: StepInputs
+    figures: tuple[Figures, ...] = ()
 
     def at_present(self, groups: Sequence[Mapping[str, Any]]) -> "_HomeStep":
         """Return the step with the options that the optimizer's groups have now, whenever it is taken."""
@@ -100,7 +105,7 @@ class ShardUpdate:
         reads_ahead: bool = True,
         num_at_once: int | None = None,
         counted_at: Mapping[str, int],
-        world: Communicator,
+        mesh: Mesh,
         timers: Timers,
         names: Sequence[str] = (),
     ) -> None:
@@ -110,15 +115,14 @@ class ShardUpdate:
         num_at_once: the optimizer's first steps that are not late; after them updates of what does not live on the
         device run beside the next step.  None: no step is late.
         counted_at: this rank's coordinates on the axes over which parameters may be replicated ({"tp": 1}).
-        world: all ranks, over which figures of parameters are summed for an optimizer that measures.
-        names: the parameters that `LocalNorms.first_overflow` and these figures count, the same on all ranks; without
-        them, those of the layout.
+        mesh: that of the ranks over which figures of parameters are summed for an optimizer that measures.
+        names: the parameters that `LocalNorms.first_overflow` counts, the same on all ranks; without them, those of the
+        layout.
         """
         self._shards = shards
         self._publisher = publisher
         self._optimizer = optimizer
         self._measuring = optimizer if isinstance(optimizer, MeasuringOptimizer) else None
-        self._world = world
         self._timers = timers
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
@@ -133,7 +137,7 @@ class ShardUpdate:
             run for bucket in self._buckets for sub_group in shards.sub_groups(bucket) for run in self._runs(sub_group)
         ]
         self._left_alone: dict[str, Tensor] = {}  # by parameter, the steps that have left it as it was, float32
-        if not optimizer.moments:
+        if optimizer.keeps_state:
             optimizer.bind([self._bound(owned) for owned in self.runs])
         self.parameter_names = tuple(names) or tuple(
             slot.spec.name for section in shards.layout.sections if section.trainable for slot in section.slots
@@ -156,6 +160,12 @@ class ShardUpdate:
         self._norms = GradientNorms(shards, within, reads_ahead=reads_ahead)
         self._homes = list(dict.fromkeys(map(shards.home, self._buckets)))
         self._travelling: list[Arrival] = []  # updated weights on their way to the device
+        if self._measuring is not None:
+            parameters = shards.updated_parameters()
+            self._whole_figures = WholeFigures([each.spec for each in parameters], mesh)
+            self._measuring.begin(parameters, shards.plan.optimizer.dtype, device)
+            for tensor in self._measuring.own_memory:
+                shards.ledger.tag(tensor, "moments")
 
     def largest_buffer_bytes(self, *, on_device: bool) -> int:
         """The bytes that fit the gradients of one update, and one fragment's in the dtype of its norm's sum.
@@ -241,55 +251,86 @@ class ShardUpdate:
         buffers: Scratch,
         absent: Mapping[str, Tensor],
     ) -> dict[StateHome, "_HomeStep"]:
-        """Return the steps with the figures of all parameters, after a pass over what this rank updates.
+        """Return the steps with the figures of all parameters, after the passes over what this rank updates.
 
         Every element is measured on all ranks that update it, and counted on one.
         """
-        squares = torch.zeros(2, len(self.parameter_names), dtype=torch.float64, device=self._shards.device)
-        for index, owned in enumerate(self.runs):
-            home = self._shards.home(owned.bucket)
-            memory = home.scratch(buffers)
-            self._fetch_next()
-            if (at_home := self._step_of(owned, steps[home], absent)) is not None:
-                with self._timers.measure("optimizer-inner-step"):
-                    for part, counts_for in self._measured_parts(owned):
-                        run = self._tensors(owned, part)
-                        found = optimizer.measure(run, at_home.step, at_home.inputs, buffers=memory)
-                        if counts_for is not None:
-                            squares[:, counts_for] += found.to(squares.device)
-                        del run  # what is in files stays in memory as long as it is referred to
-            if self._is_last_of_sub_group(index):
-                self._store(owned.sub_group, ARRIVED)
-        self._world.all_reduce_scalars(squares).wait()
-        return {
-            home: at_home._replace(inputs=at_home.inputs._replace(squares=squares.to(home.device)))
-            for home, at_home in steps.items()
-        }
+        device, steps = self._shards.device, dict(steps)
+        taken = self._steps_taken(absent)
+        for number in range(optimizer.num_passes):
+            numels = partial(optimizer.num_figures, number)
+            local = {home.device: self._whole_figures.zeros(numels, home.device) for home in self._homes}
+            for index, owned in enumerate(self.runs):
+                home = self._shards.home(owned.bucket)
+                self._fetch_next()
+                if (at_home := self._step_of(owned, steps[home], absent)) is not None:
+                    with self._timers.measure("optimizer-inner-step"):
+                        for part, is_counted in self._measured_parts(owned):
+                            run, inputs = self._of_parameter(owned, part, steps[home], at_home.inputs)
+                            into = local[home.device].of(run.parameter) if is_counted else None
+                            memory = home.scratch(buffers)
+                            optimizer.measure(number, run, at_home.step, inputs, into, buffers=memory)
+                            del run  # what is in files stays in memory as long as it is referred to
+                if self._is_last_of_sub_group(index):
+                    self._leave_measured(owned.sub_group)
+            mine = local.pop(device, None) or self._whole_figures.zeros(numels, device)
+            for elsewhere in local.values():
+                mine.flat += elsewhere.flat.to(device)
+            figures = self._whole_figures.add_up(mine, partial(optimizer.whole_figures, number))
+            optimizer.settle(number, {name: figures.of(name) for name in self._whole_figures.names}, taken)
+            for home, at_home in steps.items():
+                steps[home] = at_home._replace(figures=(*at_home.figures, figures.to(home.device)))
+        return steps
 
-    def _measured_parts(self, owned: OwnedRun) -> Iterator[tuple[Range, int | None]]:
-        """Yield the parts of a run by parameter, with the parameter's index where they count on this rank.
+    def _steps_taken(self, absent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the number of this step for each parameter that takes it, where the optimizer measures."""
+        step = self._shards.optimizer_step
+        left = ((name, self._left_alone.get(name)) for name in self._whole_figures.names)
+        counts = {name: step if own is None else step - own for name, own in left}
+        return {name: count for name, count in counts.items() if name not in absent or not bool(absent[name].item())}
+
+    def _measured_parts(self, owned: OwnedRun) -> Iterator[tuple[Fragment, bool]]:
+        """Yield the parts of a run by parameter, and whether they count on this rank.
 
         Only what this rank partitions counts, in every stage, of a parameter that several ranks hold alike on one of
         them; and not the vocabulary's padding, which lies behind a rank's rows.
         """
         partition = self._shards.partition(owned.bucket)
-        for spec, start, _, (first, last) in owned.bucket.fragments_in(owned.within):
-            is_counted = owned.group != NOT_UPDATED and spec.is_counted_on(self._coordinates)
+        for fragment in owned.bucket.fragments_in(owned.within):
+            spec, start, _, (first, last) = fragment
             padding = first + max(spec.box.numel - start, 0)
             cuts = sorted({first, last, *(cut for cut in (*partition, padding) if first < cut < last)})
             for begin, end in pairwise(cuts):
-                counts = is_counted and partition.start <= begin < partition.stop and begin < padding
-                yield Range(begin, end), self._index_of[spec.name] if counts else None
+                counts = partition.start <= begin < partition.stop and begin < padding
+                part = fragment.clipped(Range(begin, end))
+                assert part is not None, "parts have elements"
+                yield part, counts and spec.is_counted_on(self._coordinates)
+
+    def _of_parameter(
+        self, owned: OwnedRun, part: Fragment, at_home: "_HomeStep", inputs: StepInputs
+    ) -> tuple[Run, StepInputs]:
+        """Return the tensors of a part of a run that is of one parameter, and a step's inputs with its figures."""
+        name = part.spec.name
+        run = self._tensors(owned, part.within)._replace(parameter=name, start=part.start)
+        return run, inputs._replace(figures=tuple(each.of(name) for each in at_home.figures))
+
+    def _leave_measured(self, sub_group: SubGroup) -> None:
+        """Begin to write what a pass has changed of a sub-group in files; the update comes to it later."""
+        if not self._shards.is_in_files(sub_group.bucket):
+            return
+        self._shards.store_moments(sub_group)
+        self._count_left()
 
     def states_on_device(self) -> list[Tensor]:
         """Return the tensors of the device that hold the optimizer's state."""
         own = (
             tensor
             for index, owned in enumerate(self.runs)
-            if self._shards.home(owned.bucket).is_device and not self._optimizer.moments
+            if self._shards.home(owned.bucket).is_device and self._optimizer.keeps_state
             for tensor in self._optimizer.state(index, self._bound(owned)).values()
         )
-        return [*self._shards.moments_on_device(), *own]
+        of_parameters = () if self._measuring is None else self._measuring.own_memory
+        return [*self._shards.moments_on_device(), *own, *of_parameters]
 
     def finish_copies(self) -> None:
         """Wait until the host may read and write the optimizer's state.
@@ -360,14 +401,15 @@ class ShardUpdate:
         self._fetch_next()
         if (of_run := self._step_of(owned, at_home, absent)) is None:
             return
-        step, inputs = of_run
-        # No name for the tensors: what is in files stays in memory as long as it is referred to.
-        if inputs.squares is None:
+        step, inputs, _ = of_run
+        if self._measuring is None:
+            # No name for the tensors: what is in files stays in memory as long as it is referred to.
             self._optimizer.update(index, self._tensors(owned), step, inputs, buffers=memory)
             return
-        for spec, _, _, part in owned.bucket.fragments_in(owned.within):
-            of_parameter = inputs._replace(squares=inputs.squares[:, self._index_of[spec.name]])
-            self._optimizer.update(index, self._tensors(owned, part), step, of_parameter, buffers=memory)
+        for part in owned.bucket.fragments_in(owned.within):
+            run, of_parameter = self._of_parameter(owned, part, at_home, inputs)
+            self._optimizer.update(index, run, step, of_parameter, buffers=memory)
+            del run
 
     def _is_last_of_sub_group(self, index: int) -> bool:
         following = self.runs[index + 1].sub_group if index + 1 < len(self.runs) else None
@@ -394,6 +436,10 @@ class ShardUpdate:
         if not self._shards.is_in_files(sub_group.bucket):
             return
         self._shards.store(sub_group, arrival)
+        self._count_left()
+
+    def _count_left(self) -> None:
+        """Count a sub-group in files that this pass over them is done with."""
         self._num_updated += 1
         # One that found no buffer to be fetched to has come all the same; after its update nobody wants it.
         self._num_fetched = max(self._num_fetched, self._num_updated)
@@ -423,7 +469,8 @@ class ShardUpdate:
 
         is_saved: only what this rank saves, which no other one counts; else all that it has.
         """
-        for index, owned in enumerate(self.runs if not self._optimizer.moments else ()):
+        yield from self._whole_state(is_saved=is_saved)
+        for index, owned in enumerate(self.runs if self._optimizer.keeps_state else ()):
             bucket, within = owned.bucket, owned.within
             saved = self._shards.partition(bucket) if is_saved else within
             part = Range(max(saved.start, within.start), min(saved.stop, within.stop))
@@ -433,6 +480,20 @@ class ShardUpdate:
                 for kind, source in self._own_state(index, owned, fragment.within).items():
                     yield StateFragment(fragment.spec, kind, fragment.start, fragment.stop, source)
 
+    def _whole_state(self, *, is_saved: bool) -> Iterator[StateFragment]:
+        """Yield the state that is of whole parameters, and equal on all ranks that have elements of them."""
+        if self._measuring is None or (is_saved and self._shards.rank):
+            return
+        for name in self._whole_figures.names:
+            for kind, (spec, tensor) in self._measuring.state_of(name).items():
+                if not is_saved or spec.is_counted_on(self._coordinates):
+                    yield StateFragment(spec, kind, 0, spec.numel, tensor.view(-1))
+
+    def whole_state(self, name: str) -> dict[str, Tensor]:
+        """Return a parameter's state that is not of its elements, by kind."""
+        found = {} if self._measuring is None else self._measuring.state_of(name)
+        return {kind: tensor for kind, (_, tensor) in found.items()}
+
     def numbers(self) -> OptimizerNumbers:
         """Return the numbers of the runs on this rank."""
         groups: dict[int, Mapping[str, float] | None] = {}
@@ -440,9 +501,9 @@ class ShardUpdate:
         for index, owned in enumerate(self.runs):
             if owned.group != NOT_UPDATED and not owned.parameter:
                 groups.setdefault(owned.group, self._optimizer.numbers(index))
-            elif owned.group != NOT_UPDATED and not self._optimizer.moments:
+            elif owned.group != NOT_UPDATED and self._optimizer.keeps_state:
                 parameters[owned.parameter] = self._optimizer.numbers(index)
-        if self._optimizer.moments:
+        if not self._optimizer.keeps_state:
             step = float(self._shards.optimizer_step.item())
             parameters |= {name: {STEP: step - float(left.item())} for name, left in self._left_alone.items()}
         return OptimizerNumbers(groups, parameters)
@@ -461,8 +522,10 @@ class ShardUpdate:
                 self._optimizer.start(index, numbers.parameters.get(owned.parameter, of_group))
 
     def optimizer_bytes(self, *, on_device: bool) -> int:
-        """Return the bytes of the state that a torch optimizer allocates itself; on_device: there, else elsewhere."""
-        if self._optimizer.moments:
+        """Return the bytes of the state that an optimizer allocates itself; on_device: there, else elsewhere."""
+        if self._measuring is not None and on_device:
+            return sum(tensor.nbytes for tensor in self._measuring.own_memory)
+        if not self._optimizer.keeps_state:
             return 0
         kept = (
             self._optimizer.state(index, self._bound(owned))
@@ -472,13 +535,15 @@ class ShardUpdate:
         return sum(tensor.nbytes for state in kept for tensor in state.values())
 
     def _step_of(self, owned: OwnedRun, at_home: _HomeStep, flags: Mapping[str, Tensor]) -> _HomeStep | None:
-        """Return the step of a run; None if the host leaves it alone.
+        """Return the step of a run; None if the host leaves it alone, as it does what the optimizer was not given.
 
         A run of one parameter may have taken fewer steps than the others, and a flag of 1 leaves it as it is.
         """
+        if owned.group == NOT_UPDATED:
+            return None
         if not owned.parameter:
             return at_home
-        step, inputs = at_home
+        step, inputs, _ = at_home
         left, absent = self._left_alone[owned.parameter], flags.get(owned.parameter)
         step = step - (left if left.device == step.device else left.to(step.device))
         if absent is not None:
@@ -498,7 +563,7 @@ class ShardUpdate:
         for owned in self.runs:
             fragment = owned.bucket.fragment_of(name, owned.within)
             parts = [owned] if fragment is None else list(_divided(owned, fragment))
-            if fragment is not None and not self._optimizer.moments:
+            if fragment is not None and self._optimizer.keeps_state:
                 self._optimizer.divide(len(divided), [self._bound(part) for part in parts])
             divided += parts
         self.runs = divided
@@ -511,7 +576,7 @@ class ShardUpdate:
 
     def _own_state(self, index: int, owned: OwnedRun, within: Range) -> Mapping[str, Tensor | StateElsewhere]:
         """Return the state of a part of a run that a torch optimizer keeps, by kind; empty before its first step."""
-        if self._optimizer.moments:
+        if not self._optimizer.keeps_state:
             return {}
         state = self._optimizer.state(index, self._bound(owned))
         if owned.tensors is None:

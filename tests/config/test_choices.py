@@ -97,7 +97,9 @@ def test_what_chooses_an_implementation_earns_a_notice() -> None:
     [
         ("Muon", {}, 'optimizer.type: "Muon"', "flat slices", "AdamW, Adam, SGD"),
         ("onebitadam", {}, 'optimizer.type: "onebitadam"', "compresses", "AdamW"),
-        ("Adafactor", {}, 'optimizer.type: "Adafactor"', "rows and columns", "AdamW, Adam, SGD"),
+        ("Adafactor", {"eps": [None, -1]}, "optimizer.params.eps: [null, -1]", "two numbers", "at least 0"),
+        ("Adafactor", {"eps": [1e-9, None]}, "optimizer.params.eps: [1e-09, null]", "two numbers", "at least 0"),
+        ("Adafactor", {"d": 0.5}, "optimizer.params.d: 0.5", "at least 1", "d: 1"),
         ("AdamW8bit", {}, 'optimizer.type: "AdamW8bit"', "a scale for each block", "AdamW, Adam, SGD"),
         ("LBFGS", {}, 'optimizer.type: "LBFGS"', "several times", "AdamW"),
         ("Adamm", {}, 'optimizer.type: "Adamm"', "nothing of this name", "Adam, AdamW"),

@@ -17,6 +17,7 @@ from megazero.config.optimizers import OPTIMIZERS
 from megazero.errors import ConfigError, UsageError
 from megazero.library.engine import DataParallelEngine
 from megazero.library.optimizers import choose
+from megazero.library.state.access import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from megazero.optim.inner import Elementwise, FusedAdamW
 from megazero.zero.parameters.gathered import GatheredParameters
 
@@ -36,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Rprop": {},
     "ASGD": {"t0": 1.0},
     "Lamb": {"betas": (0.8, 0.95), "weight_decay": 0.1, "max_coeff": 2.0},
+    "Adafactor": {"eps": (1e-5, 0.01), "d": 1.5, "beta2_decay": -0.5, "weight_decay": 0.1},
     "Lion": {"betas": (0.8, 0.95), "weight_decay": 0.1},
 }
 LR = 0.02
@@ -85,7 +87,7 @@ def test_by_name(kind: str, stage: int) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "NAdam", "RMSprop", "Lamb", "Lion"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "NAdam", "RMSprop", "Lamb", "Lion", "Adafactor"])
 def test_by_name_on_several_ranks(kind: str) -> None:
     expected = plain(kind).weights
     for stage in (1, 2, 3):
@@ -244,7 +246,6 @@ def test_only_parameters_with_weight_decay_have_a_decoupled_rate() -> None:
 def refusals() -> list[tuple[Callable[[nn.Module], Any], str]]:
     return [
         (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS"),
-        (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor"),
         (lambda model: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), "1 tensors that are no parameters"),
         (lambda model: lambda parameters: "Adam", "optimizer of type str"),
     ]
@@ -263,3 +264,133 @@ def test_a_given_optimizer_never_steps_itself() -> None:
     megazero.initialize(model, {"zero": {}}, optimizer=optimizer)
     with pytest.raises(UsageError, match=r"engine.step\(\)"):
         optimizer.step()
+
+
+# --- Adafactor, whose state is of whole matrices ----------------------------------------------------------------------
+
+
+class Matrices(nn.Module):
+    """A linear layer, a stack of matrices, a column, a vector and a number; a parameter that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5)
+        self.stack = nn.Parameter(torch.randn(3, 5, 2))
+        self.column = nn.Parameter(torch.randn(6, 1))
+        self.number = nn.Parameter(torch.tensor(0.3))
+        self.unused = nn.Parameter(torch.ones(4, 2))
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)) @ self.stack.sum(0) @ self.frozen
+        return (hidden.sum(1, keepdim=True) * self.column.T * self.number).sin().square().mean()
+
+
+FACTORED: dict[str, Any] = {"eps": (1e-3, 0.01), "d": 1.5, "weight_decay": 0.2}
+
+
+def factored(model: nn.Module) -> torch.optim.Optimizer:
+    """Return Adafactor over all parameters but one, in two groups."""
+    rest = [model.get_parameter(name) for name in ("stack", "column", "unused")]
+    groups = [{"params": [model.get_parameter("first.weight")], "lr": 0.05, "maximize": True}, {"params": rest}]
+    return torch.optim.Adafactor([*groups, {"params": [model.get_parameter("number")]}], lr=LR, **FACTORED)
+
+
+def matrices() -> Matrices:
+    torch.manual_seed(5)
+    return Matrices().double()
+
+
+def samples(step: int) -> Tensor:
+    return torch.randn(6, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def plain_matrices(steps: int) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    model = matrices()
+    optimizer = factored(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(samples(step)).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, optimizer.state_dict()["state"]
+
+
+def given_adafactor(
+    rank: int, dp: int, stages: tuple[int, ...], steps: int = STEPS, **zero: Any
+) -> list[tuple[dict[str, Tensor], dict[int, Any]]]:
+    found = []
+    for stage in stages:
+        mesh = mesh_in_worker(rank, dp=dp) if dp > 1 else None
+        model, settings = matrices(), config(stage)
+        settings["zero"] |= {"reduce_bucket_size": 20, **zero}
+        engine = megazero.initialize(model, settings, optimizer=factored(model), mesh=mesh)
+        for step in range(steps):
+            engine.backward(engine(samples(step).chunk(dp)[rank]))
+            engine.step()
+        row = safe_get_full_optimizer_state(model.stack, "row_var")
+        assert row is not None and row.shape == (3, 5, 1) and engine.optimizer is not None
+        state = engine.optimizer.state_dict()["state"]
+        assert torch.equal(state[1]["row_var"], row)
+        with GatheredParameters(engine.module):
+            found.append(({name: p.detach().clone() for name, p in model.named_parameters()}, state))
+        engine.close()
+    return found
+
+
+def check_matrices(found: tuple[dict[str, Tensor], dict[int, Any]], steps: int = STEPS) -> None:
+    weights, state = plain_matrices(steps)
+    close(found[0], weights)
+    assert found[1].keys() == state.keys(), "what has no gradient has no state"
+    for number, entries in state.items():
+        close(found[1][number], entries)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_given_adafactor_has_torchs_state(stage: int) -> None:
+    check_matrices(given_adafactor(0, 1, (stage,))[0])
+
+
+@pytest.mark.gloo
+def test_a_given_adafactor_on_several_ranks() -> None:
+    for ranks in run_ranks(3, given_adafactor, 3, (0, 1, 2, 3)):
+        for found in ranks:
+            check_matrices(found)
+
+
+def test_a_given_adafactor_takes_torchs_state() -> None:
+    """The second half of a training goes on from a plain optimizer's weights and state."""
+    weights, _ = plain_matrices(2)
+    plain_model = matrices()
+    plain_optimizer = factored(plain_model)
+    for step in range(2):
+        plain_optimizer.zero_grad()
+        plain_model(samples(step)).backward()
+        plain_optimizer.step()
+    model = matrices()
+    model.load_state_dict(weights)
+    engine = megazero.initialize(model, config(3), optimizer=factored(model))
+    assert engine.optimizer is not None
+    engine.optimizer.load_state_dict(plain_optimizer.state_dict())
+    for step in range(2, STEPS):
+        engine.backward(engine(samples(step)))
+        engine.step()
+    with GatheredParameters(engine.module):
+        close({name: p.detach().clone() for name, p in model.named_parameters()}, plain_matrices(STEPS)[0])
+    state = engine.optimizer.state_dict()
+    wrong = {**state, "state": {**state["state"], 1: {**state["state"][1], "row_var": torch.zeros(3, 5, 2)}}}
+    with pytest.raises(UsageError, match=r"row_var of shape \[3, 5, 2\](?s:.*)\[3, 5, 1\]"):
+        engine.optimizer.load_state_dict(wrong)
+    value = torch.full((3, 1, 2), 0.5, dtype=torch.float64)
+    safe_set_full_optimizer_state(model.stack, value, "col_var")
+    assert torch.equal(engine.optimizer.state_dict()["state"][1]["col_var"], value)
+    with pytest.raises(UsageError, match=r"'variance'(?s:.*)row_var, col_var"):
+        safe_get_full_optimizer_state(model.stack, "variance")
+    engine.close()
+
+
+def test_a_given_adafactor_cannot_be_late() -> None:
+    late = config(1)
+    late["zero"] |= {"offload_optimizer": "cpu", "delayed_parameter_update": True}
+    model = matrices()
+    with pytest.raises(ConfigError, match=r"zero.delayed_parameter_update with a given Adafactor"):
+        megazero.initialize(model, late, optimizer=factored(model))

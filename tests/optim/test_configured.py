@@ -75,6 +75,7 @@ def test_groups_of_patterns_come_behind_the_others() -> None:
         (choice("SGD", momentum=0.5), ("momentum_buffer",)),
         (choice("Adagrad"), ("sum",)),
         (choice("RMSprop", centered=True), ("grad_avg", "square_avg")),
+        (choice("Adafactor"), ()),  # averages of rows and columns are not of elements
         (choice("Adadelta"), ("acc_delta", "square_avg")),
     ],
     ids=str,

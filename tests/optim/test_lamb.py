@@ -36,9 +36,11 @@ def steps_in_parts(options: dict[str, Any], start: Tensor, gradients: list[Tenso
         run = Run(master, gradient / factor, moments, DECAYED)
         parts = (run.part(0, CUT), run.part(CUT, master.numel()))
         inputs = StepInputs(0.03, torch.tensor([factor], dtype=master.dtype), None)
-        squares = torch.stack([optimizer.measure(part, step, inputs, buffers=buffers) for part in parts]).sum(0)
+        squares = torch.zeros(2, dtype=torch.float64)
         for part in parts:
-            optimizer.update(0, part, step, inputs._replace(squares=squares), buffers=buffers)
+            optimizer.measure(0, part, step, inputs, squares, buffers=buffers)
+        for part in parts:
+            optimizer.update(0, part, step, inputs._replace(figures=(squares,)), buffers=buffers)
     return master
 
 

@@ -68,6 +68,11 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "Lamb",
         {"betas": (0.8, 0.999), "weight_decay": 0.1, "max_coeff": 0.5},
     ),
+    "adafactor": (
+        {"optimizer_params": ("beta2_decay=-0.6", "eps=1e-4,1e-2", "d=1.5")},
+        "Adafactor",
+        {"beta2_decay": -0.6, "eps": (1e-4, 1e-2), "d": 1.5, "weight_decay": 0.1},
+    ),
     "lion": ({"lion_beta1": 0.8}, "Lion", {"betas": (0.8, 0.98), "weight_decay": 0.1}),
 }
 
@@ -94,20 +99,21 @@ def plain_weights(
     """Train the plain model with torch's optimizer, a group with weight decay, one without, and clipping by hand."""
     _, kind, options = CASES[case]
     live = {name: value.clone().requires_grad_(True) for name, value in first_weights(tiny_run()).items()}
+    held = {name: in_module(name, value) for name, value in live.items()}
     no_decay = {"weight_decay": 0.0} if "weight_decay" in options else {}
     ends = {name for name in live if name in INPUT_AND_OUTPUT} if decoupled else set()
     groups = [
-        {"params": [value for name, value in live.items() if decayed(name) and name not in ends]},
-        {"params": [value for name, value in live.items() if not decayed(name)], **no_decay},
-        {"params": [live[name] for name in ends]},
+        {"params": [value for name, value in held.items() if decayed(name) and name not in ends]},
+        {"params": [value for name, value in held.items() if not decayed(name)], **no_decay},
+        {"params": [held[name] for name in ends]},
     ]
     optimizer = reference_class(kind)(groups, lr=LR, **options)
     for step in range(STEPS):
         loss = mean_loss(live, reference_batch(step * GLOBAL_BATCH, GLOBAL_BATCH, masked=False))
         grads = gradients(loss, live)
         norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
-        for name, value in live.items():
-            value.grad = grads[name] * min(1.0, CLIP / (float(norm) + 1e-6))
+        for name, value in held.items():
+            value.grad = grads[name].view(value.shape) * min(1.0, CLIP / (float(norm) + 1e-6))
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         if decoupled is not None:
@@ -116,6 +122,11 @@ def plain_weights(
             optimizer.param_groups[0]["weight_decay"] = weight_decay
         optimizer.step()
     return {name: value.detach() for name, value in live.items()}
+
+
+def in_module(name: str, value: Tensor) -> Tensor:
+    """Return a view of a weight in the shape of the module's parameter: a matrix, or of one dim."""
+    return value.detach().view((-1, value.shape[-1]) if decayed(name) else -1)
 
 
 def train_on_rank(
@@ -179,8 +190,9 @@ def weights_by_pattern(case: str) -> dict[str, Tensor]:
     """Train the plain model with param groups whose rates and decays are written by hand, as `PATTERNS` say."""
     _, kind, options = CASES[case]
     live = {name: value.clone().requires_grad_(True) for name, value in first_weights(tiny_run()).items()}
+    held = {name: in_module(name, value) for name, value in live.items()}
     factors, groups = [], []
-    for name, value in live.items():
+    for name, value in held.items():
         factor, decay = 1.0, 0.1 if decayed(name) else 0.0
         if name.endswith(".bias"):
             factor, decay = 2.0, 0.3
@@ -194,21 +206,21 @@ def weights_by_pattern(case: str) -> dict[str, Tensor]:
     for step in range(STEPS):
         grads = gradients(mean_loss(live, reference_batch(step * GLOBAL_BATCH, GLOBAL_BATCH, masked=False)), live)
         norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
-        for name, value in live.items():
-            value.grad = grads[name] * min(1.0, CLIP / (float(norm) + 1e-6))
+        for name, value in held.items():
+            value.grad = grads[name].view(value.shape) * min(1.0, CLIP / (float(norm) + 1e-6))
         for group, factor in zip(optimizer.param_groups, factors, strict=True):
             group["lr"] = factor * rate(step)
         optimizer.step()
     return {name: value.detach() for name, value in live.items()}
 
 
-@pytest.mark.parametrize("case", ["adam", "sgd", "lamb"])
+@pytest.mark.parametrize("case", ["adam", "sgd", "lamb", "adafactor"])
 def test_patterns_have_rates_and_decays_of_their_own(case: str) -> None:
     close(weights([train_on_rank(0, case, 3, more={"lr": LR, "param_groups": PATTERNS})]), weights_by_pattern(case))
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("case", "stage", "dp", "tp"), [("adam", 1, 2, 2), ("nadam", 3, 2, 1), ("lamb", 2, 2, 2)])
+@pytest.mark.parametrize(("case", "stage", "dp", "tp"), [("adam", 1, 2, 2), ("nadam", 3, 2, 1), ("adafactor", 2, 2, 2)])
 def test_patterns_on_several_ranks(case: str, stage: int, dp: int, tp: int) -> None:
     more = {"lr": LR, "param_groups": PATTERNS}
     found = weights(run_ranks(dp * tp, train_on_rank, case, stage, dp, tp, more))
@@ -270,6 +282,10 @@ def test_steps_are_torchs(case: str, stage: int) -> None:
         ("lamb", 2, 2, 2),
         ("lamb", 3, 4, 1),
         ("lamb", 3, 2, 2),
+        ("adafactor", 0, 2, 2),
+        ("adafactor", 1, 1, 4),
+        ("adafactor", 2, 2, 2),
+        ("adafactor", 3, 4, 1),
         ("lion", 1, 4, 1),
         ("lion", 2, 2, 2),
         ("lion", 3, 2, 2),
@@ -286,6 +302,8 @@ def test_steps_are_torchs_on_several_ranks(case: str, stage: int, dp: int, tp: i
         ("lamb", 1, "cpu"),
         ("lamb", 3, "cpu"),
         ("lamb", 2, "nvme"),
+        ("adafactor", 3, "cpu"),
+        ("adafactor", 2, "nvme"),
         ("lion", 1, "cpu"),
         ("lion", 3, "cpu"),
         ("lion", 2, "nvme"),
@@ -385,8 +403,11 @@ def full(folder: Path) -> dict[tuple[str, str], Tensor]:
     }
 
 
-# Every form of state: averages of two kinds with their largest, none but momentum, one, step sizes, scalars.
-@pytest.mark.parametrize("case", ["coupled adam", "sgd", "adagrad", "rprop", "asgd", "nadam", "lamb", "lion"])
+# Every form of state: averages of two kinds with their largest, none but momentum, one, step sizes, scalars, averages
+# of rows and columns.
+@pytest.mark.parametrize(
+    "case", ["coupled adam", "sgd", "adagrad", "rprop", "asgd", "nadam", "lamb", "lion", "adafactor"]
+)
 def test_a_resumed_run_is_the_run_that_stayed(case: str, tmp_path: Path) -> None:
     """A resumed run equals an uninterrupted one to the bit, for every state that the optimizer keeps."""
     whole_run(0, 1, run_settings(case, tmp_path / "stayed"))
@@ -402,7 +423,15 @@ def test_a_resumed_run_is_the_run_that_stayed(case: str, tmp_path: Path) -> None
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("case", "stages"),
-    [("rmsprop", (2, 0)), ("asgd", (0, 3)), ("sgd", (1, 2)), ("lamb", (3, 1)), ("lamb", (0, 2)), ("lion", (3, 1))],
+    [
+        ("rmsprop", (2, 0)),
+        ("asgd", (0, 3)),
+        ("sgd", (1, 2)),
+        ("lamb", (3, 1)),
+        ("lamb", (0, 2)),
+        ("lion", (3, 1)),
+        ("adafactor", (3, 1)),
+    ],
 )
 def test_another_layout_goes_on(case: str, stages: tuple[int, int], tmp_path: Path) -> None:
     """Two tensor-parallel ranks resume from two data-parallel ones and end as one uninterrupted process does."""
@@ -415,12 +444,16 @@ def test_another_layout_goes_on(case: str, stages: tuple[int, int], tmp_path: Pa
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("stage", "dp", "tp"), [(1, 2, 1), (2, 1, 2), (3, 2, 1)])
-def test_the_norms_of_pipeline_stages_count_what_they_share_once(stage: int, dp: int, tp: int, tmp_path: Path) -> None:
-    """Two pipeline stages, which both have the word embedding, train with LAMB as one process does."""
-    whole_run(0, 1, run_settings("lamb", tmp_path / "one"))
+@pytest.mark.parametrize(
+    ("case", "stage", "dp", "tp"), [("lamb", 1, 2, 1), ("lamb", 2, 1, 2), ("lamb", 3, 2, 1), ("adafactor", 1, 2, 2)]
+)
+def test_figures_of_pipeline_stages_count_what_they_share_once(
+    case: str, stage: int, dp: int, tp: int, tmp_path: Path
+) -> None:
+    """Two pipeline stages, which both have the word embedding, train as one process does."""
+    whole_run(0, 1, run_settings(case, tmp_path / "one"))
     layout = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": tp, "zero_stage": stage}
-    run_ranks(2 * dp * tp, whole_run, 2 * dp * tp, run_settings("lamb", tmp_path / "two", **layout))
+    run_ranks(2 * dp * tp, whole_run, 2 * dp * tp, run_settings(case, tmp_path / "two", **layout))
     close(full(tmp_path / "two"), full(tmp_path / "one"))
 
 

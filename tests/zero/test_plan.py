@@ -11,6 +11,7 @@ from megazero.zero.plan import (
     DTYPES,
     Home,
     Lifetime,
+    OptimizerShape,
     Placement,
     ZeroPlan,
     file_traffic,
@@ -71,6 +72,16 @@ def test_the_table_itself() -> None:
     }
 
 
+def test_averages_of_rows_and_columns_are_whole_on_every_device() -> None:
+    shape = OptimizerShape(num_moments=0, num_averages=50, num_passes=2)
+    for stage in range(4):
+        found = model_state_bytes(plan_of(stage), 1 << 13, 2, optimizer=shape)
+        assert (found.moments, found.master) == (4 * 50, model_state_bytes(plan_of(stage), 1 << 13, 2).master)
+    away = resolve(make_run(zero_stage=1, offload_optimizer="cpu").zero, make_run().precision)
+    moments = [model_state_bytes(away, 1 << 13, 2, home, shape).moments for home in (Home.DEVICE, Home.HOST)]
+    assert moments == [4 * 50, 0]
+
+
 def test_full_precision_is_its_own_master() -> None:
     assert [plan_of(1, precision).has_separate_master for precision in ("fp64", "fp32", "bf16", "fp16")] == [
         False,
@@ -101,6 +112,10 @@ def test_gradients_in_files(stage: int) -> None:
     reductions = 1 if stage == 1 else micro_batches
     assert before == (12 * share, 12 * share)
     assert after == (before.write + reductions * 2 * share, before.read + (reductions + 1) * 2 * share)
+    lamb = file_traffic(in_files, numel, ranks, micro_batches, optimizer=OptimizerShape(num_passes=1))
+    assert lamb == (after.write + 8 * share, after.read + (12 + 2) * share), "moments twice, all read twice"
+    adafactor = file_traffic(in_files, numel, ranks, micro_batches, optimizer=OptimizerShape(0, 50, 2))
+    assert adafactor == (after.write - 8 * share, after.read + (2 * 4 - 8 + 2 * 2) * share)
     assert resolve(make_run(offload_gradients_nvme=True).zero, make_run().precision).gradient.home is Home.DEVICE
 
 

@@ -94,8 +94,7 @@ class RecordingLamb(Lamb):
         self.squares: list[float] = []
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
-        assert inputs.squares is not None
-        self.squares.append(round(float(inputs.squares[0]), 9))
+        self.squares.append(round(float(inputs.figures[0][0]), 9))
         super().update(index, run, step, inputs, buffers=buffers)
 
 

@@ -106,6 +106,8 @@ class _State:
     def get_full(self) -> Tensor | None:
         if self._kind == _GRADIENT and not self._engine.has_gradients:
             return self._get_gradient_so_far()
+        if (whole := self._whole()) is not None:
+            return whole.clone()
         if not self._exists():
             return None
         full = self._zeros(self._param.numel())
@@ -128,17 +130,27 @@ class _State:
         return full.mul_(self._scale / so_far.divisor).view(self._param.shape)
 
     def set_full(self, value: Tensor) -> None:
+        if (whole := self._whole()) is not None:
+            self._check_shape(value, tuple(whole.shape))
+            whole.copy_(value.detach())
+            return
         self._check_exists(self._exists())
         self._check_shape(value, tuple(self._param.shape))
         self._write(value.detach().reshape(-1), ((piece, piece.start) for piece in self._pieces()))
 
     def get_local(self) -> Tensor | None:
+        if (whole := self._whole()) is not None:
+            return whole.flatten().clone()
         if not self._exists_locally():
             return None
         pieces = [piece.tensor for piece in self._pieces()]
         return torch.cat([self._zeros(0), *pieces]).mul_(self._scale)
 
     def set_local(self, value: Tensor) -> None:
+        if (whole := self._whole()) is not None:
+            self._check_shape(value, (whole.numel(),))
+            whole.view(-1).copy_(value.detach())
+            return
         self._check_exists(self._exists_locally())
         pieces = self._pieces()
         self._check_shape(value, (sum(piece.tensor.numel() for piece in pieces),))
@@ -153,6 +165,10 @@ class _State:
             self._engine.republish(self._name)
         elif self._kind == _GRADIENT:
             self._engine.count_gradient(self._name)
+
+    def _whole(self) -> Tensor | None:
+        """Return state that is not of elements, which every rank has all of; None of other kinds."""
+        return self._engine.whole_state(self._name).get(self._kind)
 
     def _pieces(self) -> list[Piece]:
         return list(self._engine.pieces(self._name, self._kind))
@@ -211,7 +227,7 @@ def _checked_key(param: nn.Parameter, key: str) -> str:
     """Return the key if the parameter's optimizer has such state from its first step on; raise UsageError if not."""
     engine, name = _engine_of(param)
     inner = engine.settings.optimizer
-    keys = inner.moments
+    keys = (*inner.moments, *engine.whole_state(name))
     if isinstance(inner, Elementwise):
         group = inner.optimizer.group_of(param)
         keys = () if group is None else inner.optimizer.state_names(group)

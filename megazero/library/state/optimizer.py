@@ -38,8 +38,11 @@ class _Member(NamedTuple):
 def gathered_state(engine: Engine, spec: ParamSpec, kind: str) -> Tensor:
     """Return all of a trained parameter's "master" weights or optimizer state of this kind; a collective call.
 
-    The result has the parameter's shape on this rank, and lies on the engine's device.
+    The result has the parameter's shape on this rank, and lies on the engine's device.  Adafactor's averages are those
+    of the logical tensor.
     """
+    if (whole := engine.whole_state(spec.name).get(kind)) is not None:
+        return whole.clone()
     dtype, device = engine.plan.optimizer.dtype, engine.optimizer_step.device
     full = torch.zeros(spec.numel, dtype=dtype, device=device)
     for start, stop, piece in engine.pieces(spec.name, kind):
@@ -68,9 +71,9 @@ class OptimizerState:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The torch optimizer, which never steps; a configuration's AdamW or LAMB gets one when it is first asked for.
+        """The torch optimizer, which never steps; None if the engine has none.
 
-        None if the engine has no optimizer.
+        A configuration's AdamW, LAMB or Adafactor gets one when it is first asked for.
         """
         if self._optimizer is None and self._chosen.exists:
             # torch imports its compiler, which takes a second, to make the first optimizer of a process.
@@ -134,7 +137,9 @@ class OptimizerState:
 
     def _kinds(self, member: _Member) -> tuple[str, ...]:
         inner = self._engine.settings.optimizer
-        return inner.optimizer.state_names(member.group) if isinstance(inner, Elementwise) else inner.moments
+        if isinstance(inner, Elementwise):
+            return inner.optimizer.state_names(member.group)
+        return (*inner.moments, *self._engine.whole_state(member.spec.name))
 
     def _number_names(self, group: int) -> tuple[str, ...]:
         inner = self._engine.settings.optimizer
@@ -183,10 +188,12 @@ class OptimizerState:
                 yield from self._value_problems(member, entries)
 
     def _value_problems(self, member: _Member, entries: Mapping[str, Any]) -> Iterator[Problem]:
+        whole = self._engine.whole_state(member.spec.name)
         for kind in self._kinds(member):
-            if tuple(entries[kind].shape) != member.spec.local_shape:
+            shape = tuple(whole[kind].shape) if kind in whole else member.spec.local_shape
+            if tuple(entries[kind].shape) != shape:
                 given = f"{kind} of shape {list(entries[kind].shape)} for parameter {member.spec.name}"
-                yield Problem(given, "state has the shape of its parameter", str(list(member.spec.local_shape)))
+                yield Problem(given, "state has the shape of its parameter", str(list(shape)))
 
     def _set(
         self, state: Mapping[_Member, Mapping[str, Any]], numbers: Mapping[_Member, Mapping[str, float] | None]
@@ -204,6 +211,8 @@ class OptimizerState:
             apart = {m.spec.name: own for m, own in numbers.items() if own is None or own[STEP] != most}
         self._engine.start_optimizer(OptimizerNumbers(groups, apart), num_steps=most)
         for member, entries in state.items():
+            for kind, tensor in self._engine.whole_state(member.spec.name).items():
+                tensor.copy_(entries[kind] if entries else torch.zeros_like(tensor))
             for kind in self._kinds(member):
                 for start, stop, piece in self._engine.pieces(member.spec.name, kind):
                     if entries:
