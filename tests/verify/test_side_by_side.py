@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.configs import make_run
+from support.families import FAMILIES
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor
 
@@ -187,6 +189,30 @@ def test_sound_layouts_agree(layout: Layout) -> None:
     shared = [parameter.name for parameter in report.parameters if len(parameter.stages) == 2]
     assert shared == (["embedding.word.weight"] if layout.pp > 1 else [])
     assert report.num_copies > 0 or layout == Layout(pp=2)
+
+
+IN_HOST: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu", "zero_stage": 3}
+ADAFACTOR: dict[str, Any] = {"optimizer": "adafactor", "num_query_groups": 2}
+IN_FILES: dict[str, Any] = {"offload_optimizer": "nvme", "sub_group_size": 300}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama3", Layout(tp=2, dp=2, settings={**IN_HOST, "sequence_parallel": True})),
+        ("qwen3", Layout(tp=2, pp=2, settings={"zero_stage": 1})),
+        ("bloom", Layout(dp=2, pp=2, micro=1, settings={**IN_FILES, "zero_stage": 2})),
+        ("falcon", Layout(tp=4, settings={**IN_FILES, "offload_gradients_nvme": True, "optimizer": "lamb"})),
+        ("nope", Layout(dp=2, settings={**ADAFACTOR, "offload_param": "nvme", "zero_stage": 3})),
+    ],
+)
+def test_families_agree_with_their_states_in_any_home(family: str, layout: Layout, tmp_path: Path) -> None:
+    files = {"nvme_path": str(tmp_path)} if "nvme" in layout.settings.values() else {}
+    report = verified(replace(layout, settings={"zero_stage": 1, **FAMILIES[family], **layout.settings, **files}))
+    assert report.agrees, "\n".join(report.lines())
+    assert max(found.relative for step in report.steps for found in step.gradients) < BOUND / 1e3
+    assert report.steps[0].norm.one > 0.1, "there are gradients"
 
 
 # The model is cut at a given place so that the tests can name the stage of each layer.
