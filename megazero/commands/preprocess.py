@@ -4,6 +4,7 @@ import argparse
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megazero.command_line.tools import Flags, HelpFormatter, Number
 from megazero.console import Console
@@ -17,6 +18,7 @@ from megazero.prepare.arguments import (
     input_rules,
     tokenizer_spec,
 )
+from megazero.prepare.text.chunks import DocumentRules
 from megazero.prepare.tokens.preprocess import PreprocessRequest, preprocess
 from megazero.units import counted, format_bytes, format_count, format_duration
 
@@ -27,6 +29,10 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     text = parser.add_argument_group("text")
     add_input_arguments(text)
     text.add_argument("--skip-bad-lines", action="store_true", help="skip lines that cannot be read, and list them")
+    answers = parser.add_argument_group("dialogues, of which answers alone are learnt (PREFIX_KEY_document_loss_mask)")
+    answers.add_argument("--prompt-key", metavar="KEY", help="key of the text before the answer")
+    answers.add_argument("--answer-key", metavar="KEY", help="key of the answer, after which the files are named")
+    answers.add_argument("--chat-key", metavar="KEY", help="key of a list of messages; the assistant's are answers")
     tokenizer = parser.add_argument_group("tokenizer")
     add_tokenizer_arguments(tokenizer, required=True)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
@@ -68,6 +74,25 @@ def dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
+def document_rules(arguments: argparse.Namespace) -> DocumentRules:
+    """Return the document rules that the flags set; raise ConfigError for flags of several kinds of documents."""
+    rules = input_rules(arguments)
+    prompt, answer, chat = arguments.prompt_key, arguments.answer_key, arguments.chat_key
+    if prompt is None and answer is None and chat is None:
+        return rules
+    named = {"--prompt-key": prompt, "--answer-key": answer, "--chat-key": chat}
+    given = " ".join(flag for flag, key in named.items() if key is not None)
+    legal = "--prompt-key KEY --answer-key KEY, or --chat-key KEY"
+    if (prompt is None) != (answer is None) or (chat is not None and answer is not None):
+        raise ConfigError(Problem(given, "a dialogue is a prompt and an answer, or a list of messages", legal))
+    if rules.json_keys != DocumentRules().json_keys:
+        rule = "a dialogue's keys are those of its parts"
+        raise ConfigError(Problem(f"{given} with --json-keys {' '.join(rules.json_keys)}", rule, legal))
+    if chat is not None:
+        return replace(rules, json_keys=(chat,), answers="chat")
+    return replace(rules, json_keys=(prompt, answer), answers="pair")
+
+
 def check_foreign_flags(arguments: argparse.Namespace, console: Console) -> None:
     """Print the flags of other tools that have no effect; raise ConfigError for those whose effect is missing."""
     given = {name.replace("_", "-"): words for name, words in vars(arguments).items() if words is not None}
@@ -94,7 +119,7 @@ def main(words: Sequence[str]) -> None:
         inputs=tuple(arguments.input),
         output_prefix=arguments.output_prefix,
         tokenizer=tokenizer_spec(arguments),
-        rules=input_rules(arguments),
+        rules=document_rules(arguments),
         append_eod=arguments.append_eod,
         split_documents=arguments.split_documents or 0,
         workers=arguments.workers,

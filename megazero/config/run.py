@@ -218,6 +218,11 @@ class DataConfig:
         2, help="steps whose batches are read ahead in the background; 0 reads them when needed", unit="steps", ge=0
     )
     eod_mask_loss: bool = setting(False, help="leave positions that hold the end-of-document token out of the loss")
+    answer_loss_mask: Literal["auto", "on", "off"] = setting(
+        "auto",
+        help="count only the tokens in the loss that corpora's masks mark as answers: of corpora that were preprocessed"
+        " as dialogues (auto), of all corpora, which then need a mask (on), or of none (off)",
+    )
     reset_position_ids: bool = setting(
         False, help="count positions from 0 in every document of a sample, not from the sample's first token"
     )

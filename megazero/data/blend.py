@@ -85,6 +85,11 @@ class BlendedSamples:
         corpus, number = self._blend.choose(k)
         return self._sources[corpus].sample(number)
 
+    def loss_mask(self, k: int) -> NDArray[np.uint8] | None:
+        """Return which tokens of sample k are learnt: uint8 [seq_length + 1]; None: all of them."""
+        corpus, number = self._blend.choose(k)
+        return self._sources[corpus].loss_mask(number)
+
 
 def parse_data_path(items: Sequence[str], flag: str = DATA_PATH) -> tuple[WeightedPrefix, ...]:
     """Parse the values of `flag`: one prefix, several prefixes, or "weight prefix weight prefix ...".

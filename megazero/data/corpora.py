@@ -15,7 +15,14 @@ import numpy as np
 from megazero.data.blend import BlendedSamples, WeightedPrefix, parse_data_path
 from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
 from megazero.data.samples import SPLIT_NAMES, Samples, SampleSource, Split, parse_split, split_sequences
-from megazero.data.sidecar import Sidecar, load_sidecar, read_sidecar, recorded_tokenizer, sidecar_path
+from megazero.data.sidecar import (
+    Sidecar,
+    load_sidecar,
+    loss_mask_prefix,
+    read_sidecar,
+    recorded_tokenizer,
+    sidecar_path,
+)
 from megazero.data.storage import PLAIN_ACCESS, Access
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError, Problem, raise_problems
@@ -23,12 +30,14 @@ from megazero.rules.files import DATA_PATH, DEFAULT_SPLIT
 from megazero.units import counted
 
 MEASURED_TOKENS = 1 << 24
+_MASK = "--answer-loss-mask"
 _WHOLE_SEQUENCES = "--split deals out whole documents, or sequences of --split-documents, one at least to what is read"
 
 
 class _Corpus(NamedTuple):
     dataset: IndexedDataset
     sidecar: Sidecar | None
+    mask: IndexedDataset | None = None
 
 
 class Corpora:
@@ -36,6 +45,7 @@ class Corpora:
 
     data_path: the values of the flag ("PREFIX", or weights and prefixes).  split: "969,30,1".
     own_paths: the values of the flags of splits' own corpora, by the split's name; they replace the two others.
+    masks: "on" requires a mask of every corpus, "auto" opens those that sidecars tell of, "off" none.
     Raises DataError with the problems of every corpus.
     """
 
@@ -46,6 +56,7 @@ class Corpora:
         split: str = DEFAULT_SPLIT,
         own_paths: Mapping[str, Sequence[str]] | None = None,
         access: Access = PLAIN_ACCESS,
+        masks: str = "auto",
     ) -> None:
         self._split: tuple[str, Split] | None = None if own_paths else (split, parse_split(split))
         if own_paths:
@@ -58,7 +69,10 @@ class Corpora:
         for prefix in dict.fromkeys(weighted.prefix for mixture in self._mixtures.values() for weighted in mixture):
             try:
                 dataset = IndexedDataset(prefix, access)
-                self._corpora[prefix] = _Corpus(dataset, read_sidecar(dataset))
+                sidecar = read_sidecar(dataset)
+                has_mask = masks == "on" or (masks == "auto" and sidecar is not None and sidecar.loss_mask)
+                mask = _open_mask(dataset, access) if has_mask else None
+                self._corpora[prefix] = _Corpus(dataset, sidecar, mask)
             except DataError as error:
                 problems.extend(error.problems)
         raise_problems(DataError, problems or self._disagreements())
@@ -79,6 +93,11 @@ class Corpora:
         return tuple(prefix for prefix, sidecar in self._known_sidecars() if not sidecar.append_eod)
 
     @property
+    def masked(self) -> tuple[str, ...]:
+        """The prefixes of corpora of which a part of the tokens is learnt."""
+        return tuple(prefix for prefix, corpus in self._corpora.items() if corpus.mask is not None)
+
+    @property
     def bytes_per_token(self) -> float | None:
         """The bytes of UTF-8 text that a token stands for, over all whole corpora; None when a sidecar is missing."""
         known = [sidecar for _, sidecar in self._known_sidecars()]
@@ -91,16 +110,19 @@ class Corpora:
         """Return the bytes of text that a token of "train", "valid" or "test" stands for, by the mixture's weights.
 
         A loss of x nats a token is x / ln 2 / bytes_per_token bits a byte.  None when a sidecar is missing or there is
-        no token.  Counted over the split's tokens, the first MEASURED_TOKENS of a corpus at most.
+        no token.  Counted over the split's tokens that are learnt, of the first MEASURED_TOKENS of a corpus at most.
         """
         ratios, shares = [], []
         for weighted in self._mixtures[split]:
-            dataset, sidecar = self._corpora[weighted.prefix]
+            dataset, sidecar, mask = self._corpora[weighted.prefix]
             sequences = self._sequences(dataset, split)
             start, stop = dataset.sequence_start(sequences.start), dataset.sequence_start(sequences.stop)
             if sidecar is None or start == stop:
                 return None
-            ratios.append(_bytes_per_token(dataset, sidecar, range(start, stop)))
+            ratio = _bytes_per_token(dataset, sidecar, mask, range(start, stop))
+            if ratio is None:
+                return None
+            ratios.append(ratio)
             shares.append(float(weighted.weight or stop - start))
         return sum(share * ratio for share, ratio in zip(shares, ratios, strict=True)) / sum(shares)
 
@@ -143,7 +165,7 @@ class Corpora:
         sources: list[SampleSource] = []
         problems: list[Problem] = []
         for number, weighted in enumerate(mixture):
-            dataset = self._corpora[weighted.prefix].dataset
+            dataset, _, mask = self._corpora[weighted.prefix]
             try:
                 source = SampleSource(
                     dataset,
@@ -152,6 +174,7 @@ class Corpora:
                     seed=seed,
                     vocab_size=vocab_size,
                     stream=first_stream + number,
+                    mask=mask,
                 )
                 sources.append(source)
             except DataError as error:
@@ -168,7 +191,7 @@ class Corpora:
                 for split, mixture in self._mixtures.items()
                 if any(weighted.prefix == prefix for weighted in mixture)
             )
-            for prefix, (dataset, _) in self._corpora.items()
+            for prefix, (dataset, _, _) in self._corpora.items()
         ]
 
     def _sequences(self, dataset: IndexedDataset, split: str) -> range:
@@ -177,7 +200,7 @@ class Corpora:
         return split_sequences(dataset.num_sequences, self._split[1])[SPLIT_NAMES.index(split)]
 
     def _known_sidecars(self) -> list[tuple[str, Sidecar]]:
-        return [(prefix, sidecar) for prefix, (_, sidecar) in self._corpora.items() if sidecar]
+        return [(prefix, sidecar) for prefix, (_, sidecar, _) in self._corpora.items() if sidecar]
 
     def _disagreements(self) -> list[Problem]:
         """Return the problems of corpora that were made with another tokenizer than the first."""
@@ -205,6 +228,20 @@ class Corpora:
         if len(ranges[SPLIT_NAMES.index(split)]) > 0:
             return Problem(f"{given}; {problem.given}", problem.rule, problem.legal)
         return Problem(f"{given}; {dataset.name}", _WHOLE_SEQUENCES, _legal_split(dataset.num_sequences))
+
+
+def _open_mask(dataset: IndexedDataset, access: Access) -> IndexedDataset:
+    """Open the mask of a corpus; raises DataError if it is missing, or of another shape."""
+    try:
+        mask = IndexedDataset(loss_mask_prefix(dataset.prefix), access)
+    except DataError as error:
+        legal = f"{_MASK} off, to learn every token"
+        raise DataError(*(Problem(each.given, each.rule, legal) for each in error.problems)) from error
+    shapes = [(each.num_documents, each.num_sequences, each.num_tokens) for each in (mask, dataset)]
+    if shapes[0] != shapes[1] or mask.dtype != np.uint8:
+        given = f"{mask.name}: documents, sequences, tokens {shapes[0]} of {mask.dtype}; the corpus has {shapes[1]}"
+        raise DataError(Problem(given, "a mask has a byte for every token", "preprocess again"))
+    return mask
 
 
 def tokenizer_of_corpora(prefixes: Iterable[str]) -> TokenizerSpec | None:
@@ -244,13 +281,21 @@ def _legal_split(num_sequences: int) -> str:
     return f"more documents, or --split {num_sequences - 2 * share},{share},{share}"
 
 
-def _bytes_per_token(dataset: IndexedDataset, sidecar: Sidecar, tokens: range) -> float:
+def _bytes_per_token(
+    dataset: IndexedDataset, sidecar: Sidecar, mask: IndexedDataset | None, tokens: range
+) -> float | None:
+    """Return the mean over the tokens that are learnt; None if there is none."""
     table = np.array(sidecar.token_bytes)
     measured = tokens[:MEASURED_TOKENS]
-    blocks = (measured[first : first + CHECK_BLOCK] for first in range(0, len(measured), CHECK_BLOCK))
-    # An id outside the table is an error only when it is read as a sample; here it counts as the last one.
-    total = sum(int(table.take(dataset.tokens(block.start, block.stop), mode="clip").sum()) for block in blocks)
-    return total / len(measured)
+    total = count = 0
+    for first in range(0, len(measured), CHECK_BLOCK):
+        block = measured[first : first + CHECK_BLOCK]
+        # An id outside the table is an error only when it is read as a sample; here it counts as the last one.
+        found = table.take(dataset.tokens(block.start, block.stop), mode="clip")
+        if mask is not None:
+            found = found[mask.tokens(block.start, block.stop) == 1]
+        total, count = total + int(found.sum()), count + len(found)
+    return total / count if count else None
 
 
 def _digest_text(digests: Mapping[str, str]) -> str:

@@ -108,9 +108,20 @@ def _micro_batch(source: Samples, first: int, layout: BatchLayout) -> MicroBatch
     rows = np.stack([source.sample(first + row) for row in range(layout.micro_batch_size)])  # [b, s + 1]
     tokens = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
     labels = torch.from_numpy(np.ascontiguousarray(rows[:, 1:]))
-    mask = None if layout.masked_token is None else (tokens != layout.masked_token).float()
+    mask = _loss_mask(source, first, tokens, layout)
     batch = MicroBatch(first, tokens, labels, mask, *_document_positions(tokens, layout))
     return _pinned(batch) if layout.pins else batch
+
+
+def _loss_mask(source: Samples, first: int, tokens: Tensor, layout: BatchLayout) -> Tensor | None:
+    """Return 1 for the positions [b, s] that count in the loss; None: all of them."""
+    mask = None if layout.masked_token is None else (tokens != layout.masked_token).float()
+    learnt = [source.loss_mask(first + row) for row in range(layout.micro_batch_size)]
+    for row, found in enumerate(learnt):
+        if found is not None:
+            mask = torch.ones(tokens.shape) if mask is None else mask
+            mask[row] *= torch.from_numpy(found[1:].astype(np.float32))  # a position's label is the token after it
+    return mask
 
 
 def _document_positions(tokens: Tensor, layout: BatchLayout) -> tuple[Tensor | None, Tensor | None]:

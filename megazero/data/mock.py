@@ -27,3 +27,6 @@ class MockSamples:
     def sample(self, k: int) -> NDArray[np.int64]:
         """Return sample k: int64 [seq_length + 1]."""
         return (self._starts[k] + np.arange(self.seq_length + 1, dtype=np.int64)) % self.vocab_size
+
+    def loss_mask(self, k: int) -> None:
+        """Return None: every token is learnt."""

@@ -64,6 +64,10 @@ class Samples(Protocol):
         """Return sample k: int64 [seq_length + 1]."""
         ...
 
+    def loss_mask(self, k: int) -> NDArray[np.uint8] | None:
+        """Return which tokens of sample k are learnt, 1 or 0: uint8 [seq_length + 1]; None: all of them."""
+        ...
+
 
 def parse_split(text: str) -> Split:
     """Parse "969,30,1": up to three weights, normalised to 1; missing ones are 0, so "1" makes all of it train.
@@ -98,6 +102,7 @@ class SampleSource:
     """The samples of a range of one corpus.
 
     stream: a number for each corpus (or split) of one run, so that their orders differ.
+    mask: the corpus of the tokens' mask, of the same shape; None where every token is learnt.
     Raises DataError when the range holds no whole sample, and, while reading, for a token outside the vocabulary.
     """
 
@@ -110,8 +115,10 @@ class SampleSource:
         seed: int,
         vocab_size: int,
         stream: int = 0,
+        mask: IndexedDataset | None = None,
     ) -> None:
         self._dataset = dataset
+        self._mask = mask
         self._seq_length = seq_length
         self._vocab_size = vocab_size
         self._start = dataset.sequence_start(sequences.start)
@@ -134,6 +141,18 @@ class SampleSource:
         if tokens.view(np.uint64).max() >= self._vocab_size:
             raise self._outside_vocabulary(start, tokens)
         return tokens
+
+    def loss_mask(self, k: int) -> NDArray[np.uint8] | None:
+        """Return which tokens of sample k are learnt, 1 or 0: uint8 [seq_length + 1]; None without a mask."""
+        if self._mask is None:
+            return None
+        start = self._start + self._order[k] * self._seq_length
+        mask: NDArray[np.uint8] = self._mask.tokens(start, start + self._seq_length + 1)
+        if mask.max() > 1:
+            document, position = self._mask.locate(start + int(np.argmax(mask > 1)))
+            given = f"{self._mask.name}: document {document}, position {position}: {mask.max()}"
+            raise DataError(Problem(given, "a mask holds 1 for a token that is learnt, and 0 for any other"))
+        return mask
 
     def _outside_vocabulary(self, start: int, tokens: NDArray[np.int64]) -> DataError:
         offset = int(np.argmax((tokens < 0) | (tokens >= self._vocab_size)))
@@ -166,6 +185,10 @@ class RemainingSamples:
     def sample(self, k: int) -> NDArray[np.int64]:
         """Return sample k of the remaining ones: int64 [seq_length + 1]."""
         return self._source.sample(self.number(k))
+
+    def loss_mask(self, k: int) -> NDArray[np.uint8] | None:
+        """Return which tokens of the remaining sample k are learnt: uint8 [seq_length + 1]; None: all of them."""
+        return self._source.loss_mask(self.number(k))
 
     def number(self, k: int) -> int:
         """Return the number in `source` of the remaining sample k."""

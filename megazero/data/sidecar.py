@@ -34,6 +34,7 @@ class Sidecar:
     digests: xxh3_128 of the files in hexadecimal, by ending ("bin", "idx"); empty from older writers.
     split_documents: tokens of the longest sequence that a document was cut into, 0 if documents are whole.
     tokenizer_paths: where those files were, by the same names; empty from older writers.
+    loss_mask: whether a mask lies beside the tokens, the corpus `loss_mask_prefix` (docs/finetuning.md).
     """
 
     documents: int
@@ -49,11 +50,17 @@ class Sidecar:
     digests: Mapping[str, str] = field(default_factory=dict)
     split_documents: int = 0
     tokenizer_paths: Mapping[str, str] = field(default_factory=dict)
+    loss_mask: bool = False
 
 
 def sidecar_path(prefix: str | Path) -> Path:
     """Return the path of a corpus's sidecar."""
     return Path(f"{prefix}.json")
+
+
+def loss_mask_prefix(prefix: str | Path) -> str:
+    """Return the prefix of a corpus's mask: files of the same shape, with 1 for each token that is learnt, else 0."""
+    return f"{prefix}_loss_mask"
 
 
 def recorded_tokenizer(sidecar: Sidecar, folder: Path) -> TokenizerSpec | None:
@@ -138,8 +145,9 @@ def _field_problems(path: Path, content: Any) -> list[Problem]:
         "token_bytes": list,
         "digests": dict,
         "tokenizer_paths": dict,
+        "loss_mask": bool,
     }
-    content = {"digests": {}, "split_documents": 0, "tokenizer_paths": {}, **content}
+    content = {"digests": {}, "split_documents": 0, "tokenizer_paths": {}, "loss_mask": False, **content}
     problems = [
         Problem(
             f"{path}: {field.name} {str(content.get(field.name))[:40]}",

@@ -637,6 +637,10 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"disable_bias_linear": True},
     ),
     Row(
+        ("answer_loss_mask",),
+        lambda c: "made-up tokens have no mask" if c.data.mock_data else "",
+    ),
+    Row(
         ("reset_position_ids",),
         lambda c: (
             "the model has no positions that would begin anew"

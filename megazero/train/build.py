@@ -441,6 +441,8 @@ def _assemble_on(
         console.line(line)
     if mesh.notice:
         console.line(mesh.notice)
+    for prefix in inputs.masked:
+        console.line(f"{prefix}: the loss is of answers only, by its mask (--answer-loss-mask off: of every token)")
     activations, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
     for reason in reasons:
         console.line(reason)

@@ -147,6 +147,9 @@ class Numbered:
     def __init__(self, name: int) -> None:
         self.name = name
 
+    def loss_mask(self, k: int) -> NDArray[np.uint8]:
+        return np.array([self.name, k], np.uint8)
+
     def sample(self, k: int) -> NDArray[np.int64]:
         return np.array([self.name, k])
 
@@ -157,6 +160,7 @@ def test_blended_samples_come_from_the_chosen_corpus() -> None:
     assert blended.seq_length == 1
     for k in range(50):
         assert blended.sample(k).tolist() == list(blend.choose(k))
+        assert blended.loss_mask(k).tolist() == list(blend.choose(k))
 
 
 @pytest.mark.parametrize(

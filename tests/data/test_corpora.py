@@ -4,22 +4,25 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import count_up, write_corpus
 
 from megazero.data.corpora import Corpora
+from megazero.data.sidecar import loss_mask_prefix
 from megazero.data.storage import Access
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
 
 SIDECAR = byte_sidecar(documents=100, tokens=1000, text_bytes=3000, token_bytes=[2] * 100 + [4] * 156 + [0])
+DOCUMENTS = count_up(1000, 100)
 SHAPE = {"seq_length": 4, "seed": 1, "vocab_size": 5000}
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    return write_corpus(tmp_path / "a", count_up(1000, 100))
+    return write_corpus(tmp_path / "a", DOCUMENTS)
 
 
 def inputs(corpora: Corpora, split: str, count: int) -> list[int]:
@@ -198,3 +201,36 @@ def test_a_prefix_named_twice_is_opened_once_and_counts_twice(prefix: str) -> No
 @pytest.mark.parametrize("maps", [True, False])
 def test_the_way_of_reading_changes_nothing(prefix: str, maps: bool) -> None:
     assert inputs(Corpora([prefix], split="80,15,5", access=Access(maps=maps)), "valid", 37) == list(range(800, 948))
+
+
+def test_a_mask_tells_which_tokens_are_learnt(prefix: str, tmp_path: Path) -> None:
+    lengths = [len(sequence) for document in DOCUMENTS for sequence in document]
+    masked = [[[int(token % 3 == 0) for token in range(length)]] for length in lengths]
+    assert sum(lengths) == 1000
+    with pytest.raises(DataError, match="loss_mask") as caught:
+        Corpora([prefix], split="1", masks="on")
+    assert "--answer-loss-mask off" in str(caught.value)
+    plain = Corpora([prefix], split="1").samples("train", **SHAPE)
+    assert plain.loss_mask(0) is None and Corpora([prefix], split="1").masked == ()
+    write_corpus(Path(loss_mask_prefix(prefix)), masked, code=1)
+    assert Corpora([prefix], split="1").masked == (), "no sidecar tells of it"
+    write_sidecar(prefix, replace(SIDECAR, loss_mask=True))
+    corpora = Corpora([prefix], split="1")
+    assert corpora.masked == (prefix,) and Corpora([prefix], split="1", masks="off").masked == ()
+    source, flat = corpora.samples("train", **SHAPE), np.concatenate([part for doc in masked for part in doc])
+    for k in range(50):
+        mask, start = source.loss_mask(k), int(source.sample(k)[0])
+        assert mask is not None and mask.tolist() == flat[start : start + len(mask)].tolist()
+        assert source.sample(k).tolist() == plain.sample(k).tolist()
+
+
+def test_masks_that_fit_no_corpus_are_refused(prefix: str) -> None:
+    write_sidecar(prefix, replace(SIDECAR, loss_mask=True))
+    with pytest.raises(DataError, match="must be a file"):
+        Corpora([prefix], split="1")
+    write_corpus(Path(loss_mask_prefix(prefix)), [[[0, 1, 1]]], code=1)
+    with pytest.raises(DataError, match="a byte for every token"):
+        Corpora([prefix], split="1")
+    write_corpus(Path(loss_mask_prefix(prefix)), [[[2] * len(part) for part in doc] for doc in DOCUMENTS], code=1)
+    with pytest.raises(DataError, match="document 2, position 3: 2"):
+        Corpora([prefix], split="5,10,85").samples("train", **{**SHAPE, "seq_length": 23}).loss_mask(0)

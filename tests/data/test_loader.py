@@ -27,6 +27,9 @@ class Counting:
     def __init__(self, broken: int = 10**9) -> None:
         self.broken = broken
 
+    def loss_mask(self, k: int) -> None:
+        """Every token is learnt."""
+
     def sample(self, k: int) -> NDArray[np.int64]:
         if k >= self.broken:
             raise DataError(f"sample {k} is broken")
@@ -72,6 +75,9 @@ class Given:
     def __init__(self, *tokens: int) -> None:
         self.tokens = np.array(tokens)
         self.seq_length = len(tokens) - 1
+
+    def loss_mask(self, k: int) -> None:
+        """Every token is learnt."""
 
     def sample(self, k: int) -> NDArray[np.int64]:
         return self.tokens

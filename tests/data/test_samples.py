@@ -154,6 +154,9 @@ class Row:
 
     seq_length = 0
 
+    def loss_mask(self, k: int) -> NDArray[np.uint8]:
+        return np.array([k], np.uint8)
+
     def sample(self, k: int) -> NDArray[np.int64]:
         return np.array([k])
 
@@ -175,6 +178,8 @@ def test_skipped_samples_are_passed_over_and_nothing_else(steps: list[tuple[int,
     assert remaining.seq_length == 0
     assert [int(remaining.sample(k)[0]) for k in range(80)] == left(spans, 80)
     assert [remaining.number(k) for k in (79, 3, 0)] == [left(spans, 80)[k] for k in (79, 3, 0)]
+    masks = [remaining.loss_mask(k) for k in range(80)]
+    assert [int(mask[0]) for mask in masks if mask is not None] == left(spans, 80)
 
 
 def test_a_span_that_is_new_at_a_restart() -> None:

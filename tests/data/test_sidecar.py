@@ -34,7 +34,7 @@ def test_it_reads_back(dataset: IndexedDataset) -> None:
 def test_it_can_be_read_by_a_person(dataset: IndexedDataset) -> None:
     write_sidecar(dataset.prefix, SIDECAR)
     lines = sidecar_path(dataset.prefix).read_text().splitlines()
-    assert '  "vocab_size": 257,' in lines and len(lines) == 15
+    assert '  "vocab_size": 257,' in lines and len(lines) == 16
 
 
 def test_the_table_has_an_entry_for_every_id(dataset: IndexedDataset) -> None:

@@ -265,6 +265,7 @@ RUN_CASES = (
     Case("split", "90,5,5", NOTICE, OWN_CORPORA, CORPUS),
     Case("mmap_bin_files", False, NOTICE, {}, OWN_CORPORA),
     Case("mmap_bin_files", False, NOTICE, REMOTE, CORPUS),
+    Case("answer_loss_mask", "on", ERROR, {}, CORPUS),
     Case("data_cache_path", "cache", NOTICE, {}, REMOTE),
     Case("data_cache_path", "cache", NOTICE, OWN_CORPORA, {**OWN_CORPORA, "valid_data_path": ["s3://bucket/b"]}),
     Case("tiktoken_pattern", "v1", NOTICE, {}, {"tokenizer_type": "TikTokenizer"}),

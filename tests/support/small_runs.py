@@ -57,6 +57,9 @@ class DrawnSamples:
 
     seq_length: int = LENGTH
 
+    def loss_mask(self, k: int) -> None:
+        """Every token is learnt."""
+
     def sample(self, k: int) -> NDArray[np.int64]:
         draw = np.random.default_rng(k)
         tokens = draw.integers(0, VOCAB, self.seq_length + 1)

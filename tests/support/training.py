@@ -267,6 +267,11 @@ def reference_history(prefix: str, steps: int = STEPS, *, late_from: int | None 
         batch = torch.stack(rows)
         tokens, data = batch[:, :-1], config.data
         mask = (tokens != inputs.eod).double() if data.eod_mask_loss else None
+        learnt = [inputs.train.loss_mask(sample) for sample in samples]
+        for row, found in enumerate(learnt):
+            if found is not None:
+                mask = torch.ones(tokens.shape).double() if mask is None else mask
+                mask[row] *= torch.from_numpy(found[1:] > 0)
         assert data.reset_position_ids == data.reset_attention_mask, "the twin knows documents, or none"
         batches.append(Batch(tokens, batch[:, 1:], mask, inputs.eod if data.reset_attention_mask else None))
     progress = sizes.samples_after if len(sizes.sizes) > 1 else int

@@ -444,6 +444,9 @@ class Damaged:
 
     seq_length: int = LENGTH
 
+    def loss_mask(self, k: int) -> None:
+        """Every token is learnt."""
+
     def sample(self, k: int) -> NDArray[np.int64]:
         raise DataError(Problem(f"sample {k}", "tokens are in the vocabulary"))
 
@@ -561,6 +564,9 @@ class Interrupted:
     @property
     def seq_length(self) -> int:
         return self.source.seq_length
+
+    def loss_mask(self, k: int) -> None:
+        """Every token is learnt."""
 
     def sample(self, k: int) -> NDArray[np.int64]:
         if k == self.at:

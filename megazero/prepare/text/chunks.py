@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megazero.errors import DataError, Problem, raise_problems
-from megazero.prepare.text.inputs import PARQUET, TEXT, InputFile, find_inputs
+from megazero.prepare.text.inputs import JSON, PARQUET, TEXT, InputFile, find_inputs
 from megazero.prepare.text.parquet import read_rows
 from megazero.prepare.text.streams import read_blocks
 from megazero.units import format_bytes
@@ -26,6 +26,8 @@ CHUNK_BYTES = 1 << 20
 MAX_DOCUMENT_BYTES = 1 << 28  # of a line, or of a document of plain text: what a reader holds in memory at a time
 AT_MOST = f"at most {format_bytes(MAX_DOCUMENT_BYTES)} long"
 TEXT_RULES = ("blocks", "lines", "file", "separator")
+# Documents whose answers alone are learnt: a prompt and an answer, or a list of messages.
+ANSWERS = ("pair", "chat")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INVALID_UTF8 = ("refuse", "replace")
 
@@ -38,6 +40,7 @@ class DocumentRules:
     separator: the text between documents of plain text under the rule "separator".
     invalid_utf8: bytes that are no UTF-8 are refused, or replaced by U+FFFD.
     input_format: the format of standard input, and of files without a known ending.
+    answers: one of ANSWERS, where a document is a dialogue, of which answers alone are learnt; "" for plain texts.
     """
 
     json_keys: tuple[str, ...] = ("text",)
@@ -45,6 +48,7 @@ class DocumentRules:
     separator: str | None = None
     invalid_utf8: str = "refuse"
     input_format: str | None = None
+    answers: str = ""
 
 
 class LineRange(NamedTuple):
@@ -104,6 +108,8 @@ def rule_problems(files: Sequence[InputFile], rules: DocumentRules) -> list[Prob
     problems = []
     keys = " ".join(rules.json_keys)
     once = " ".join(dict.fromkeys(rules.json_keys))
+    if rules.answers:
+        return [*_answer_problems(files, rules)]
     if keys != once:
         rule = "every key has a corpus of its own, so it is given once"
         problems.append(Problem(f"--json-keys {keys}", rule, f"--json-keys {once}"))
@@ -114,6 +120,17 @@ def rule_problems(files: Sequence[InputFile], rules: DocumentRules) -> list[Prob
         given = f"--text-rule {rules.text_rule} " + ("with" if rules.separator else "without") + " --separator"
         problems.append(Problem(given, "the two go together", "--text-rule separator --separator TEXT"))
     return problems
+
+
+def _answer_problems(files: Sequence[InputFile], rules: DocumentRules) -> Iterator[Problem]:
+    flags = "--chat-key" if rules.answers == "chat" else "--prompt-key and --answer-key"
+    legal = (JSON,) if rules.answers == "chat" else (JSON, PARQUET)
+    if len(set(rules.json_keys)) < len(rules.json_keys):
+        given = f"--prompt-key {rules.json_keys[0]} --answer-key {rules.json_keys[1]}"
+        yield Problem(given, "the two are read from keys of their own")
+    for file in files:
+        if file.format not in legal:
+            yield Problem(f"--input {file.path} with {flags}", f"is of the format {' or '.join(legal)}", ".jsonl")
 
 
 def readable_files(words: Sequence[str], rules: DocumentRules) -> list[InputFile]:

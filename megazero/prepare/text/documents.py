@@ -42,14 +42,15 @@ BLOCK_LIMIT_BYTES = 4 * BLOCK_BYTES
 
 
 class Document(NamedTuple):
-    """One document: a text for every key.
+    """One document: a text for every key, or the parts of a dialogue.
 
     contents: the texts in UTF-8; ASCII, which is most text, stays a str, since encoding it would only copy it.  The
-    length of each is its size in bytes.
+    length of each is its size in bytes.  learnt: of a dialogue, whether each part is an answer; empty for others.
     """
 
     texts: tuple[str, ...]
     contents: tuple[str | bytes, ...]
+    learnt: tuple[bool, ...] = ()
 
 
 class _Unusable(Exception):
@@ -242,11 +243,39 @@ def _lenient_object(line: bytes, *, replaces: bool) -> Any:
 
 
 def _document(content: dict[str, Any], rules: DocumentRules) -> Document:
+    if rules.answers == "chat":
+        return _chat(content, rules)
     if len(rules.json_keys) == 1:  # as nearly always
         text, utf8 = _text(content, rules.json_keys[0], rules)
         return Document((text,), (utf8,))
     texts = [_text(content, key, rules) for key in rules.json_keys]
-    return Document(tuple(text for text, _ in texts), tuple(utf8 for _, utf8 in texts))
+    learnt = (False, True) if rules.answers == "pair" else ()
+    return Document(tuple(text for text, _ in texts), tuple(utf8 for _, utf8 in texts), learnt)
+
+
+def _chat(content: dict[str, Any], rules: DocumentRules) -> Document:
+    """Return the parts of a list of messages in ChatML, of which the assistant's texts and their ends are learnt."""
+    key = rules.json_keys[0]
+    if key not in content:
+        raise _Unusable(f"has the key {key!r}", f"--chat-key {' '.join(sorted(content))}")
+    messages = content[key]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise _Unusable(f"has a list of messages under {key!r}, each an object with role and content")
+    parts: list[str] = []
+    learnt: list[bool] = []
+    opening = ""
+    for message in messages:
+        (role, _), (text, _) = (_text(message, name, rules) for name in ("role", "content"))
+        is_answer = role == "assistant"
+        heading, body = f"{opening}<|im_start|>{role}\n", f"{text}<|im_end|>"
+        # A heading is of one part with the text before it, unless that is an answer's.
+        if not is_answer:
+            heading, body = heading + body, ""
+        parts += [part for part in (heading, body) if part]
+        learnt += [False, True] if is_answer else [False]
+        opening = "\n"
+    contents = (part if part.isascii() else part.encode() for part in parts)
+    return Document(tuple(parts), tuple(contents), tuple(learnt))
 
 
 def _text(content: dict[str, Any], key: str, rules: DocumentRules) -> tuple[str, str | bytes]:

@@ -8,12 +8,13 @@ they are given; those of a folder or a pattern are in the order of their names.
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from glob import escape, glob, has_magic
 from pathlib import Path
 from typing import NamedTuple
 
 from megazero.data.indexed_dataset import bin_path, idx_path
+from megazero.data.sidecar import loss_mask_prefix
 from megazero.data.storage import is_remote
 from megazero.errors import DataError, Problem, raise_problems
 
@@ -90,13 +91,19 @@ def _corpora(word: str) -> Iterator[_NamedCorpus]:
     if _is_corpus(word) or is_remote(word):
         yield _NamedCorpus(word, "")
     elif os.path.isdir(word):
-        found = sorted(path.removesuffix(".idx") for path in glob(f"{escape(word)}/*.idx"))
+        found = sorted(_without_masks(path.removesuffix(".idx") for path in glob(f"{escape(word)}/*.idx")))
         yield from (_NamedCorpus(prefix, "") for prefix in found)
     elif ending and _is_corpus(word.removesuffix(ending)) and os.path.exists(word):
         yield _NamedCorpus(word.removesuffix(ending), ending)
     elif has_magic(word):
-        stems = {_ENDING.sub("", path) for path in (*glob(word), *glob(f"{word}.idx"))}
+        stems = _without_masks(_ENDING.sub("", path) for path in (*glob(word), *glob(f"{word}.idx")))
         yield from (_NamedCorpus(stem, "") for stem in sorted(stems) if _is_corpus(stem))
+
+
+def _without_masks(prefixes: Iterable[str]) -> set[str]:
+    """Return the prefixes without those of the others' masks, which go with their corpora."""
+    found = set(prefixes)
+    return found - {loss_mask_prefix(prefix) for prefix in found}
 
 
 def _is_corpus(prefix: str) -> bool:

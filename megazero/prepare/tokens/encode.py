@@ -1,8 +1,9 @@
 """Encodes a chunk: its documents become one row of tokens for every key, ready to be written."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ from megazero.data.indexed_dataset import token_dtype
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.prepare.text.bad_lines import BadLines
 from megazero.prepare.text.chunks import Chunk, DocumentRules
-from megazero.prepare.text.documents import read_documents
-from megazero.prepare.tokens.encoders import Encoder, Ids, fastest_encoder
+from megazero.prepare.text.documents import Document, read_documents
+from megazero.prepare.tokens.encoders import Encode, Encoder, Ids, fastest_encoder
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class EncodedTexts(NamedTuple):
 
     tokens [sum of lengths]: the ids of all sequences.  lengths int64 [sequences]: tokens of each, none of them 0.
     counts int64 [documents]: sequences of each.  text_bytes: UTF-8 bytes of all texts.
+
+    A mask has the same form, 1 for every token that is learnt and 0 for the others; its text_bytes are of answers.
     """
 
     tokens: NDArray[Any]
@@ -46,6 +49,8 @@ class EncodedTexts(NamedTuple):
 
 class Encoded(NamedTuple):
     """One encoded chunk; `texts` has an entry for every key, `bad_lines` one for every line skipped.
+
+    Of dialogues there are two entries, the tokens and their mask.
 
     library: the name of the encoder's library.  notice: the reason why it is not the fastest one, or not for all
     documents; "" if it is.
@@ -80,16 +85,48 @@ def _encode_chunk(
     bad: BadLines | None,
     chunk: Chunk,
 ) -> Encoded:
-    encode, num_keys = encoder.encode, len(rules.documents.json_keys)
+    documents = read_documents(chunk, rules.documents, bad)
+    if rules.documents.answers:
+        texts = _dialogues(documents, encoder.encode, end, dtype, rules)
+    else:
+        texts = _texts(documents, encoder.encode, end, dtype, rules)
+    bad_lines = bad.pop_lines() if bad else []
+    return Encoded(texts, bad_lines, chunk.input_bytes, encoder.library, encoder.notice)
+
+
+def _texts(
+    documents: Iterable[Document], encode: Encode, end: NDArray[Any] | None, dtype: "np.dtype[Any]", rules: EncodeRules
+) -> tuple[EncodedTexts, ...]:
+    num_keys = len(rules.documents.json_keys)
     ids: list[list[Ids]] = [[] for _ in range(num_keys)]
     sizes = [0] * num_keys
-    for document in read_documents(chunk, rules.documents, bad):
+    for document in documents:
         for index, content in enumerate(document.contents):
             ids[index].append(encode(content))
             sizes[index] += len(content)
-    texts = (_joined(texts, end, dtype, rules, size) for texts, size in zip(ids, sizes, strict=True))
-    bad_lines = bad.pop_lines() if bad else []
-    return Encoded(tuple(texts), bad_lines, chunk.input_bytes, encoder.library, encoder.notice)
+    return tuple(_joined(texts, end, dtype, rules, size) for texts, size in zip(ids, sizes, strict=True))
+
+
+def _dialogues(
+    documents: Iterable[Document], encode: Encode, end: NDArray[Any] | None, dtype: "np.dtype[Any]", rules: EncodeRules
+) -> tuple[EncodedTexts, ...]:
+    """Return the tokens of dialogues, each part encoded by itself, and the mask of what is learnt.
+
+    The end of a document is learnt where its last part is.
+    """
+    ids: list[Ids] = []
+    masks: list[Ids] = []
+    size = learnt_size = 0
+    for document in documents:
+        parts = [np.asarray(encode(content), dtype) for content in document.contents]
+        mask = [np.full(len(part), is_learnt) for part, is_learnt in zip(parts, document.learnt, strict=True)]
+        if end is not None and any(map(len, parts)):
+            mask.append(np.full(1, document.learnt[-1]))
+        ids.append(np.concatenate(parts) if parts else np.empty(0, dtype))
+        masks.append(np.concatenate(mask).astype(np.uint8) if mask else np.empty(0, np.uint8))
+        size += sum(map(len, document.contents))
+        learnt_size += sum(map(len, compress(document.contents, document.learnt)))
+    return _joined(ids, end, dtype, rules, size), _joined(masks, None, np.dtype(np.uint8), rules, learnt_size)
 
 
 def _joined(

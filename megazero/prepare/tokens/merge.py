@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megazero.data.indexed_dataset import IndexedDataset, bin_path, idx_path
-from megazero.data.sidecar import Sidecar, read_sidecar, sidecar_bytes
+from megazero.data.sidecar import Sidecar, loss_mask_prefix, read_sidecar, sidecar_bytes
 from megazero.data.storage import Access, output_problems
 from megazero.errors import DataError, Problem, raise_problems
 from megazero.files import written_aside
@@ -19,7 +19,7 @@ from megazero.prepare.tokens.array_shards import names
 from megazero.prepare.tokens.indexed_writer import IndexedDatasetWriter
 
 # Fields of the sidecar that corpora have in common when one tokenizer and one --append-eod made them.
-_ALIKE = ("tokenizer_type", "tokenizer_files", "vocab_size", "eod", "append_eod", "split_documents")
+_ALIKE = ("tokenizer_type", "tokenizer_files", "vocab_size", "eod", "append_eod", "split_documents", "loss_mask")
 # Token files are read instead of mapped: a failing disk is then an error, not a signal that ends the process.
 _BY_READING = Access(maps=False)
 
@@ -58,12 +58,15 @@ def open_inputs(prefixes: Sequence[str], output_prefix: str) -> tuple[MergeInput
 
 
 def merge(parts: Sequence[MergeInput], output_prefix: str, advance: Callable[[int], None]) -> Merged:
-    """Write OUTPUT-PREFIX.{bin,idx,json}; call advance(tokens) after every input.
+    """Write OUTPUT-PREFIX.{bin,idx,json}, and the mask if the inputs have one; call advance(tokens) after every input.
 
     Raises DataError when an input is damaged or has changed, or the disk is full; no file has its final name then.
     """
     name = Path(output_prefix).name
     scratch = Path(output_prefix).with_name(f".{name}.{os.getpid()}.tmp")
+    if all(part.sidecar is not None and part.sidecar.loss_mask for part in parts):
+        masks = [_open_input(loss_mask_prefix(part.prefix)) for part in parts]
+        merge(masks, loss_mask_prefix(output_prefix), lambda _: None)
     try:
         with IndexedDatasetWriter(output_prefix, parts[0].dtype, scratch=scratch) as writer:
             for part in parts:

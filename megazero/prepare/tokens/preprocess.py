@@ -14,9 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megazero.console import Console
-from megazero.data.indexed_dataset import token_dtype
-from megazero.data.sidecar import Sidecar, load_sidecar, sidecar_bytes, sidecar_path
+from megazero.data.indexed_dataset import bin_path, idx_path, token_dtype
+from megazero.data.sidecar import Sidecar, load_sidecar, loss_mask_prefix, sidecar_bytes, sidecar_path
 from megazero.data.storage import output_problems
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.errors import DataError, Problem, raise_problems
@@ -66,8 +68,16 @@ class PreprocessRequest:
         return self.output_prefix + (f"_shard_{shard.index:05d}_of_{shard.count:05d}" if shard.count > 1 else "")
 
     def corpus_prefixes(self) -> list[str]:
-        """Return the prefix of a corpus for every key."""
+        """Return the prefix of a corpus for every key; for dialogues those of the one corpus and its mask."""
+        if self.rules.answers:
+            named = f"{self.prefix}_{self.rules.json_keys[-1]}_document"
+            return [named, loss_mask_prefix(named)]
         return [f"{self.prefix}_{key}_document" for key in self.rules.json_keys]
+
+    @property
+    def num_masks(self) -> int:
+        """The number of corpora, the last of all, that hold a mask in place of tokens."""
+        return 1 if self.rules.answers else 0
 
 
 class WrittenCorpus(NamedTuple):
@@ -176,7 +186,7 @@ class _PreprocessRun:
         console: Console,
     ) -> None:
         last: Mapping[str, Any] = journal.last or {}
-        keys = request.rules.json_keys
+        count = len(request.corpus_prefixes())
         self._request = request
         self._files = files
         self._tokenizer = tokenizer
@@ -186,8 +196,8 @@ class _PreprocessRun:
         self._chunks = last.get("chunks", 0)
         self._input_bytes = last.get("input_bytes", 0)
         self._num_bad = last.get("bad_lines", 0)
-        self._text_bytes = list(last.get("text_bytes", [0] * len(keys)))
-        self._positions = [Position(*position) for position in last.get("positions", [()] * len(keys))]
+        self._text_bytes = list(last.get("text_bytes", [0] * count))
+        self._positions = [Position(*position) for position in last.get("positions", [()] * count)]
         self._bad_bytes = last.get("bad_bytes", 0)
 
     def write(self, encode: EncodeChunks) -> None:
@@ -198,9 +208,11 @@ class _PreprocessRun:
         if self._chunks:
             self._console.line(f"resuming after {format_bytes(self._input_bytes)} of input")
         with ExitStack() as stack:
+            prefixes = request.corpus_prefixes()
+            dtypes = [dtype] * (len(prefixes) - request.num_masks) + [np.dtype(np.uint8)] * request.num_masks
             writers = [
-                IndexedDatasetWriter(prefix, dtype, scratch=self._journal.folder, position=position)
-                for prefix, position in zip(request.corpus_prefixes(), self._positions, strict=True)
+                IndexedDatasetWriter(prefix, kind, scratch=self._journal.folder, position=position)
+                for prefix, kind, position in zip(prefixes, dtypes, self._positions, strict=True)
             ]
             for writer in writers:
                 stack.callback(writer.discard)
@@ -211,16 +223,18 @@ class _PreprocessRun:
             for encoded in encode(islice(chunks, self._chunks, None)):
                 self._print_notice(encoded)
                 self._write_chunk(encoded, writers, bad)
-                documents, tokens = len(encoded.texts[0].counts), sum(len(texts.tokens) for texts in encoded.texts)
+                documents = len(encoded.texts[0].counts)
+                tokens = sum(len(texts.tokens) for texts in encoded.texts[: len(writers) - request.num_masks])
                 progress.advance(WorkCount(documents, tokens, encoded.input_bytes))
                 if self._input_bytes // partition > (self._input_bytes - encoded.input_bytes) // partition:
                     self._finish(writers, bad, is_sealed=False)
-            _refuse_empty(request, writers)
+            _refuse_empty(request, writers, self._text_bytes)
             self._seal(writers)
             self._finish(writers, bad, is_sealed=True)
 
     def _progress(self) -> TextProgress:
-        done = WorkCount(self._positions[0].documents, sum(each.tokens for each in self._positions), self._input_bytes)
+        written = self._positions[: len(self._positions) - self._request.num_masks]
+        done = WorkCount(written[0].documents, sum(each.tokens for each in written), self._input_bytes)
         return TextProgress(self._console, self._total_bytes(), self._request.log_interval, done)
 
     def _partition_bytes(self) -> int:
@@ -271,8 +285,10 @@ class _PreprocessRun:
 
     def _seal(self, writers: Sequence[IndexedDatasetWriter]) -> None:
         """Write every file that will be published to the scratch folder."""
-        for writer, text_bytes in zip(writers, self._text_bytes, strict=True):
+        for index, (writer, text_bytes) in enumerate(zip(writers, self._text_bytes, strict=True)):
             writer.seal()
+            if index >= len(writers) - self._request.num_masks:
+                continue  # a mask is described by the sidecar of its tokens
             sidecar = _sidecar(self._request, self._tokenizer, writer, text_bytes)
             path = Spool(self._journal.folder / f"{Path(writer.prefix).name}.json")
             path.write(sidecar_bytes(sidecar))
@@ -283,8 +299,13 @@ class _PreprocessRun:
 def _publish(request: PreprocessRequest, folder: Path, sealed: Mapping[str, Any]) -> list[WrittenCorpus]:
     """Rename all files to their final names; those that an interrupted run has renamed stay there."""
     bad, corpora = _bad_lines(request), []
-    for prefix in request.corpus_prefixes():
+    prefixes = request.corpus_prefixes()
+    for prefix in prefixes:
+        if not request.rules.answers:  # one of an earlier corpus of this name
+            for path in (idx_path(loss_mask_prefix(prefix)), bin_path(loss_mask_prefix(prefix))):
+                remove_file(path)
         publish_corpus(folder, prefix)
+    for prefix in prefixes[: len(prefixes) - request.num_masks]:
         corpora.append(WrittenCorpus(prefix, load_sidecar(sidecar_path(prefix))))
     if sealed["bad_lines"]:
         move_into_place(folder / bad.name, bad)
@@ -310,17 +331,23 @@ def _sidecar(
         digests=writer.digests,
         split_documents=request.split_documents,
         tokenizer_paths=request.tokenizer.paths(),
+        loss_mask=bool(request.rules.answers),
     )
 
 
-def _refuse_empty(request: PreprocessRequest, writers: Sequence[IndexedDatasetWriter]) -> None:
-    """Raise DataError for a corpus without text; one shard of several may be empty."""
+def _refuse_empty(
+    request: PreprocessRequest, writers: Sequence[IndexedDatasetWriter], text_bytes: Sequence[int]
+) -> None:
+    """Raise DataError for a corpus without text, or without answers; one shard of several may be empty."""
     if request.shard.count > 1:
         return
     names = ", ".join(request.inputs)
     problems = [
         Problem(f"--input {names}: {writer.num_documents} documents without any token under {key!r}", "has some text")
-        for key, writer in zip(request.rules.json_keys, writers, strict=True)
+        for key, writer in zip(request.rules.json_keys, writers, strict=False)
         if not writer.num_tokens
     ]
+    if request.rules.answers and not problems and not text_bytes[-1]:
+        given = f"--input {names}: {writers[0].num_documents} documents without any answer"
+        problems.append(Problem(given, "answers alone are learnt, so there is one"))
     raise_problems(DataError, problems)

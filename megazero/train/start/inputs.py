@@ -22,6 +22,7 @@ class RunInputs:
     eod: end-of-document id, None if it is unknown.
     bytes_per_token: the mean over a held-out split's text; a split is missing if it is unknown.
     unended: corpora that were made without an end-of-document token after every document.
+    masked: corpora of which answers alone count in the loss.
     """
 
     train: Samples
@@ -31,6 +32,7 @@ class RunInputs:
     eod: int | None
     bytes_per_token: Mapping[str, float]
     unended: tuple[str, ...] = ()
+    masked: tuple[str, ...] = ()
 
 
 def open_inputs(data: DataConfig, model: ModelConfig, *, seed: int, evaluates: bool) -> RunInputs:
@@ -59,15 +61,25 @@ def _corpus_inputs(data: DataConfig, model: ModelConfig, seed: int, evaluates: b
     eod = corpora.eod if eod is None else eod
     ratios = {name: corpora.split_bytes_per_token(name) for name in found if name != "train"}
     known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    return RunInputs(found["train"], found.get("valid"), found.get("test"), vocab_size, eod, known, corpora.unended)
+    return RunInputs(
+        found["train"],
+        found.get("valid"),
+        found.get("test"),
+        vocab_size,
+        eod,
+        known,
+        unended=corpora.unended,
+        masked=corpora.masked,
+    )
 
 
 def _open_corpora(data: DataConfig) -> Corpora:
     access = Access(maps=data.mmap_bin_files, index_folder=data.data_cache_path)
     if not data.train_data_path:
-        return Corpora(data.data_path, split=data.split or DEFAULT_SPLIT, access=access)
+        split = data.split or DEFAULT_SPLIT
+        return Corpora(data.data_path, split=split, access=access, masks=data.answer_loss_mask)
     own = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
-    return Corpora(own_paths=own, access=access)
+    return Corpora(own_paths=own, access=access, masks=data.answer_loss_mask)
 
 
 def tokenizer_spec(data: DataConfig) -> TokenizerSpec | None:

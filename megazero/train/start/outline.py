@@ -59,7 +59,7 @@ def outline(config: RunConfig, world_size: int, inputs: RunInputs, *, source: Pa
         run = derived.run_length(config, world_size)
         passes = run.sizes.samples_after(run.steps) / inputs.train.samples_per_epoch
         paths += f", {inputs.train.num_tokens:,} tokens for training, read {passes:.3g} times"
-    yield f"data: {paths}"
+    yield f"data: {paths}{', loss on answers only' * bool(inputs.masked)}"
     start = "initial weights" if source is None else f"{source}{', its parameters alone' * config.checkpoint.finetune}"
     saved = "nothing is saved" if config.checkpoint.save is None else f"saves to {config.checkpoint.save}"
     yield f"start: from {start}; {saved}"
