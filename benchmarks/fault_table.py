@@ -522,6 +522,13 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/zero/test_data_axis.py",),
     ),
     Fault(
+        "zero/plan.py",
+        "moments stay fp32 beside bf16 master weights",
+        "parameter_dtype if is_narrow else",
+        "torch.float32 if is_narrow else",
+        ("tests/zero/test_plan.py",),
+    ),
+    Fault(
         "zero/gradients/sums.py",
         "gradients are not summed over replicas of the states",
         "if mesh.replicas.size > 1:",

@@ -299,13 +299,18 @@ AmaxAlgorithm = Literal["most_recent", "max"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PrecisionConfig:
-    """The working precision; with fp16 and bf16, master weights and moments are kept in fp32."""
+    """The working precision; with fp16 and bf16, master weights and moments are fp32 unless they are set to bf16."""
 
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting(
         "fp32", help="number format of parameters and computation; --fp64 --fp32 --bf16 --fp16 for short"
     )
     accumulate_allreduce_grads_in_fp32: bool = setting(
         False, help="with bf16 or fp16, add up and reduce gradients in fp32; 2 more bytes a gradient element"
+    )
+    bf16_master_weights: bool = setting(
+        False,
+        help="with bf16, the optimizer updates the bf16 parameters themselves, and its moments are bf16 too: 8 bytes a"
+        " parameter instead of 16, but an update below 1/512 of a weight is lost",
     )
     fp8_format: Fp8Format | None = setting(
         None,

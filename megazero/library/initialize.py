@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from megazero.rules.trackers import missing_packages
 from megazero.tensor_parallel.float32 import use_tf32
 from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings
-from megazero.zero.plan import DTYPES, resolve
+from megazero.zero.plan import DTYPES, ZeroPlan, resolve
 
 
 def initialize(
@@ -98,6 +98,7 @@ def initialize(
         buffer_dtype=None if settings.buffer_dtype is None else DTYPES[settings.buffer_dtype],
         keep_in_fp32=settings.keep_in_fp32,
     )
+    raise_problems(UsageError, _problems_of_wide_parameters(model, plan))
     trains = optimizer is not None or settings.optimizer is not None
     frozen = freeze_untrained(model, trains=trains)
     if plan.frozen is not None and mesh.world.rank == 0 and all(p.requires_grad for p in model.parameters()):
@@ -177,6 +178,16 @@ def initialize(
         timers=timers,
     )
     return DataParallelEngine(model, parts)
+
+
+def _problems_of_wide_parameters(model: nn.Module, plan: ZeroPlan) -> Iterator[Problem]:
+    """Yield the problem of trained parameters that stay in fp32 where their master weights would be bf16."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    wide = [name for name, parameter in trained if parameter.dtype.itemsize > plan.optimizer.itemsize]
+    if wide:
+        given = f"bf16 master weights, and {wide[0]} in fp32" + (f" with {len(wide) - 1} more" if wide[1:] else "")
+        rule = "parameters that stay in fp32 (keep_in_fp32, or the model's own list) have moments in fp32"
+        yield Problem(given, rule, "bf16_optimizer_states: false, bf16_master_weights_and_grads: false")
 
 
 def _warn(config: EngineConfig, batch: BatchSizes, mesh: Mesh, products: Sequence[str]) -> None:

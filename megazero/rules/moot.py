@@ -284,7 +284,7 @@ SHARED: tuple[Row[SharedSections], ...] = (
         ("load_from_fp32_weights",),
         lambda s: (
             f"{s.precision.precision} parameters have no other master weights"
-            if s.precision.precision in ("fp32", "fp64")
+            if s.precision.precision in ("fp32", "fp64") or s.precision.bf16_master_weights
             else ""
         ),
         {"precision": "bf16"},
@@ -298,6 +298,11 @@ SHARED: tuple[Row[SharedSections], ...] = (
         ),
     ),
     Row(("accumulate_allreduce_grads_in_fp32",), _no_wider_accumulation, {"precision": "bf16"}),
+    Row(
+        ("bf16_master_weights",),
+        lambda s: "" if s.precision.precision == "bf16" else f"parameters are {s.precision.precision}",
+        {"precision": "bf16"},
+    ),
     Row(
         ("tf32",),
         lambda s: (

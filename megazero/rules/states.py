@@ -33,6 +33,15 @@ def loss_scales_are_ordered(zero: ZeroConfig, precision: PrecisionConfig, spell:
         )
 
 
+def master_weights_have_the_gradients_format(
+    zero: ZeroConfig, precision: PrecisionConfig, spell: Spell
+) -> Iterator[Problem]:
+    if precision.bf16_master_weights and precision.accumulate_allreduce_grads_in_fp32 and precision.precision == "bf16":
+        given = f"{spell('bf16_master_weights')} with {spell('accumulate_allreduce_grads_in_fp32')}"
+        rule = "the optimizer takes gradients in the format of the weights that it updates"
+        yield Problem(given, rule, "one of the two")
+
+
 def gradients_are_divided_once(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
     factor = zero.gradient_predivide_factor
     if zero.prescale_gradients and factor != 1.0:
@@ -165,5 +174,6 @@ STATE_RULES: tuple[StateRule, ...] = (
     quantized_numbers_have_a_form,
     encoded_partitions_are_in_memory,
     loss_scales_are_ordered,
+    master_weights_have_the_gradients_format,
     gradients_are_divided_once,
 )

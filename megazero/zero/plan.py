@@ -111,7 +111,8 @@ class ZeroPlan:
     def has_separate_master(self) -> bool:
         """True if there are master weights that are tensors of their own.
 
-        At full precision a working parameter is its own master, unless one of the two has its home in host memory.
+        A working parameter in the optimizer's format is its own master, unless one of the two has its home in host
+        memory.
         """
         return self.separates_master(self.optimizer.home) or self.separates_master(Home.DEVICE)
 
@@ -213,7 +214,8 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
     """Return the table for a configuration that has passed its rules."""
     stage = _STAGES[zero.zero_stage]
     parameter_dtype = DTYPES[precision.precision]
-    master_dtype = torch.promote_types(parameter_dtype, torch.float32)
+    is_narrow = precision.bf16_master_weights and parameter_dtype is torch.bfloat16
+    master_dtype = parameter_dtype if is_narrow else torch.promote_types(parameter_dtype, torch.float32)
     gradient_dtype = master_dtype if precision.accumulate_allreduce_grads_in_fp32 else parameter_dtype
     lifetime = stage.gradient_lifetime
     if lifetime is Lifetime.RESIDENT and not zero.contiguous_gradients:

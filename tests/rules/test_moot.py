@@ -137,6 +137,7 @@ SHARED_CASES = (
     Case("max_skipped_steps_at_min_loss_scale", 5, ERROR, BF16, {"communication_data_type": "fp16"}),
     Case("max_skipped_steps_at_min_loss_scale", 7, ERROR, BF16, {"check_grad_overflow": True}),
     Case("check_grad_overflow", True, ERROR, FP16, BF16),
+    Case("bf16_master_weights", True, ERROR, FP16, BF16),
     Case("tf32", True, ERROR, BF16, {}),
     Case("tf32", True, ERROR, {"precision": "fp64"}, {"precision": "fp32"}),
     Case("accumulate_allreduce_grads_in_fp32", True, NOTICE, {}, BF16),

@@ -28,6 +28,7 @@ def found(zero: dict[str, Any], precision: dict[str, Any]) -> list[Problem]:
         ({"communication_data_type": "fp16"}, {"precision": "fp64"}),
         ({"communication_data_type": "fp64"}, {"precision": "fp16", "loss_scale": 8.0}),
         ({"communication_data_type": "bf16"}, {"precision": "bf16", "accumulate_allreduce_grads_in_fp32": True}),
+        ({}, {"precision": "bf16", "bf16_master_weights": True}),
         ({"zero_stage": 0, "reduce_bucket_size": 0}, {}),
         ({"zero_stage": 1, "offload_optimizer": "cpu"}, {}),
         ({"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}, {}),
@@ -47,6 +48,12 @@ def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
             {},
             "<prescale_gradients> and <gradient_predivide_factor> 2",
             "<gradient_predivide_factor> 1, or leave out <prescale_gradients>",
+        ),
+        (
+            {},
+            {"precision": "bf16", "bf16_master_weights": True, "accumulate_allreduce_grads_in_fp32": True},
+            "<bf16_master_weights> with <accumulate_allreduce_grads_in_fp32>",
+            "one of the two",
         ),
         (
             {"zero_stage": 0, "offload_optimizer": "cpu"},

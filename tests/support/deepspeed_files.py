@@ -142,6 +142,10 @@ FILES: Mapping[str, DeepSpeedFile] = MappingProxyType(
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
             {"precision.precision": "bf16", "precision.accumulate_allreduce_grads_in_fp32": True},
         ),
+        "master weights and moments in bf16": DeepSpeedFile(
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            {"precision.precision": "bf16", "precision.bf16_master_weights": True},
+        ),
         "skipped steps in bf16": DeepSpeedFile(
             {"bf16": {"enabled": True, "check_grad_overflow": True}},
             {"precision.precision": "bf16", "precision.check_grad_overflow": True},

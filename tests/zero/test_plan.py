@@ -47,6 +47,14 @@ def test_bytes_follow_the_formulas(precision: str, wide: bool, ranks: int) -> No
         assert model_state_bytes(plan_of(stage, precision, wide), numel, ranks).total == numel * bytes_per_parameter
 
 
+def test_bytes_with_bf16_masters() -> None:
+    """Parameters are their own masters, and both moments are bf16: (p, g, k) is (2, 2, 4)."""
+    for stage, bytes_per_parameter in {0: 8, 1: 5, 2: 3.5, 3: 2}.items():
+        config = make_run(zero_stage=stage, precision="bf16", bf16_master_weights=True)
+        found = model_state_bytes(resolve(config.zero, config.precision), 1024, 4)
+        assert (found.total, found.master) == (1024 * bytes_per_parameter, 0)
+
+
 def test_paper_table_1() -> None:
     """7.5B parameters in fp16 on 64 devices take the GB per device of ZeRO, table 1: baseline, Pos, Pos+g, Pos+g+p."""
     gigabytes = [model_state_bytes(plan_of(stage, "fp16"), 7_500_000_000, 64).total / 1e9 for stage in range(4)]

@@ -204,6 +204,8 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("keep_in_fp32", "list", ()),  # megazero's own
             key("bf16.enabled", "bool", False),
             key("bf16.check_grad_overflow", "bool", None),
+            key("bf16.bf16_master_weights_and_grads", "bool", None),
+            key("bf16.bf16_optimizer_states", "bool", None),
             key("torch_autocast.enabled", "bool", False),
             key("torch_autocast.dtype", "str", "bf16", choices=AUTOCAST),
             key("fp16.enabled", "bool", False),
@@ -331,7 +333,7 @@ class Refused:
     legal: str = ""
 
 
-_MASTERS = "master weights are fp32: a weight of 16 bits would lose updates below 1/256 of it (bf16) or 1/2048 (fp16)"
+_MASTERS = "moments have the master weights' format, and squares of small gradients are 0 in fp16"
 _RECOMPUTE = (
     "what is recomputed is the model's choice: pretrain_gpt.py has --recompute-granularity, a model of one's own calls"
     " megazero.recompute"
@@ -346,9 +348,9 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "zero_optimization.partition_stream_chunk_size": Refused(
             "a parameter is made whole before it is partitioned", (0, None), "partition_stream_chunk_size: 0"
         ),
-        "fp16.fp16_master_weights_and_grads": Refused(_MASTERS),
-        "bf16.bf16_master_weights_and_grads": Refused(_MASTERS),
-        "bf16.bf16_optimizer_states": Refused(f"optimizer states have the master weights' format; {_MASTERS}"),
+        "fp16.fp16_master_weights_and_grads": Refused(
+            _MASTERS, legal="bf16.enabled with bf16_master_weights_and_grads and bf16_optimizer_states"
+        ),
         "data_types.param_dtype": Refused("parameters have the format of fp16.enabled and bf16.enabled", (None,)),
         "checkpoint.use_node_local_storage": Refused("a checkpoint is one folder that all processes see"),
         "pipeline.stages": Refused(

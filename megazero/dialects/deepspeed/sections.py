@@ -61,6 +61,7 @@ _WANDB: Mapping[str, str] = MappingProxyType(
 )
 _ACCUMULATION, _ACCUMULATION_KEY = "accumulate_allreduce_grads_in_fp32", "data_types.grad_accum_dtype"
 _EVERY_PART = 2  # the level of timers that times what wall_clock_breakdown does
+_BF16_STATES = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
 # Left out, it is megazero's own: reading the outcome of every step would make a GPU's host wait for it.
 _OVERFLOW_KEY = "bf16.check_grad_overflow"
 # The loss scale under autocast in fp16 is torch's, whose constants DeepSpeed leaves as they are.
@@ -135,6 +136,7 @@ def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = F
     overflow = file.written(_OVERFLOW_KEY)
     if overflow is not None and file.get("bf16.enabled", False):
         translation.write("check_grad_overflow", overflow.value, overflow.source)
+    _translate_masters(translation)
     breakdown = file.written("wall_clock_breakdown")
     if breakdown is not None and breakdown.value:
         translation.write("timing_log_level", _EVERY_PART, breakdown.source)
@@ -148,6 +150,22 @@ def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = F
             translation.write("zero_error_feedback", True, key.source)
             translation.write(setting, key.value, key.source)
     return translation
+
+
+def _translate_masters(translation: Translation) -> None:
+    """Translate the keys of bf16 master weights and of bf16 moments, which have one format here."""
+    file = translation.file
+    masters, moments = (file.written(path) for path in _BF16_STATES)
+    if not file.get("bf16.enabled", False) or (masters is None and moments is None):
+        return
+    wanted = {path: file.get(path, False) for path in _BF16_STATES}
+    if len(set(wanted.values())) > 1:
+        given = next(key.source for key in (masters, moments) if key is not None and key.value)
+        names = " and ".join(path.removeprefix("bf16.") for path in wanted)
+        rule = "master weights and moments have the same format"
+        file.diagnostics.problems.append(Problem(given, rule, f"{names}, both true or both false"))
+    elif masters is not None:
+        translation.write("bf16_master_weights", masters.value, masters.source)
 
 
 def _translate_offloading(translation: Translation) -> None:
