@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megazero.planner.costs import collective_seconds, copy_seconds, file_seconds, group_of, kernel_seconds
 from megazero.planner.hardware import Hardware
-from megazero.planner.timeline import Enter, HostWork, Send, StageTime, Step, Wait, merged, simulate
+from megazero.planner.timeline import BETWEEN_STAGES, Enter, HostWork, Send, StageTime, Step, Wait, merged, simulate
 from megazero.planner.trace import (
     Begin,
     Compute,
@@ -24,13 +24,13 @@ from megazero.planner.trace import (
     Part,
     Phase,
     RankTrace,
-    Where,
 )
 from megazero.planner.trace import Wait as TraceWait
 
 # The order of a stage's computations: (kind's letter, micro-batch, chunk), as `Begin` has them.
 Order = Callable[[int], Sequence[tuple[str, int, int]]]
 _Numbered = tuple[int, Event]
+_AFTER_ACTIONS: tuple[Phase, ...] = ("reduce", "update")
 _COMPILED: tuple[Phase, ...] = ("forward", "recompute", "backward")
 
 
@@ -59,6 +59,27 @@ class StepTime:
         found["idle at the end"] = max(left, 0.0)
         shares = {kind: seconds / self.seconds for kind, seconds in found.items() if seconds > 0}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of parts of the step, the longest of all stages, without waits for other stages.
+
+        "forward" and "backward" (with recomputation) of all micro-batches, "reduce" what is left to reduce, "update".
+        """
+        names = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+        found: dict[str, float] = {}
+        for stage in self.stages:
+            own: dict[str, float] = {}
+            for entered, seconds in stage.parts.items():
+                name = names.get(entered[:1], entered)
+                own[name] = own.get(name, 0.0) + seconds
+            found |= {name: max(seconds, found.get(name, 0.0)) for name, seconds in own.items() if name}
+        return found
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all stages' time in which they wait for other stages, 0 to 1."""
+        waits = sum(stage.waits[BETWEEN_STAGES] + self.seconds - stage.end for stage in self.stages)
+        return waits / self.seconds / len(self.stages) if self.seconds else 0.0
 
     @property
     def binding(self) -> str:
@@ -189,7 +210,7 @@ def _reordered(events: Sequence[_Numbered], order: Sequence[tuple[str, int, int]
     waiting: list[_Numbered] = []
     opened: tuple[str, int, int] | None = None
     for number, event in events[:end]:
-        if isinstance(event, Begin) and event.kind != "end":
+        if isinstance(event, Begin):
             opened = event.kind, event.micro_batch, event.chunk
             posted = [(wait.number, by_number[wait.number]) for _, wait in waiting if isinstance(wait, TraceWait)]
             pieces[opened] = _Piece(posted, waiting, [(number, event)])
@@ -211,11 +232,11 @@ def _reordered(events: Sequence[_Numbered], order: Sequence[tuple[str, int, int]
 
 
 def _ends_actions(event: Event) -> bool:
-    if isinstance(event, Begin):
-        return event.kind == "end"
-    where: Where | None = getattr(event, "where", None)
-    phase: Phase = "" if where is None else where.phase
-    return phase in ("reduce", "update")
+    return _phase_of(event) in _AFTER_ACTIONS
+
+
+def _phase_of(event: Event) -> Phase:
+    return "" if isinstance(event, TraceWait | Begin) else event.where.phase
 
 
 class _Maker:
@@ -233,7 +254,15 @@ class _Maker:
 
     def steps(self, events: Sequence[_Numbered]) -> Iterator[Step]:
         kernels: list[tuple[float, float, bool]] = []
+        phase: Phase = ""
         for number, event in events:
+            at = _phase_of(event)
+            if at != phase and at in _AFTER_ACTIONS:
+                if kernels:
+                    yield merged(kernels)
+                    kernels = []
+                yield Enter(at)
+            phase = at or phase
             if isinstance(event, Compute) and event.home == "device":
                 kernels.append((*self._costs.kernel(event), event.operation.flops > 0))
                 continue
@@ -273,7 +302,7 @@ class _Maker:
             key = self._numbered(("pair", channel.axis, event.channel, pair), event.collective)
             is_receive = event.collective == "receive"  # posted ahead: it needs nothing of this device
             lane = f"{event.channel} {pair}"
-            return Send(number, lane, seconds, "pipeline", host, key, 2, needs_device=not is_receive)
+            return Send(number, lane, seconds, BETWEEN_STAGES, host, key, 2, needs_device=not is_receive)
         ends = self._stages_of(event.channel)
         if len(ends) == 1:
             return Send(number, event.channel, seconds, kind, host)

@@ -19,6 +19,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+BETWEEN_STAGES = "pipeline"  # the kind of messages between pipeline stages
+
 
 class Work(NamedTuple):
     """Kernels that follow one another without a message between them.
@@ -89,7 +91,8 @@ class StageTime:
 
     end: when it has finished.  busy: the device's, by kind of work: "products", "memory" for other kernels.  waits:
     those in which the device waits, by kind of message; "host" where it waits for the next kernel to be issued.
-    sent: of messages, by kind, hidden or not.  parts: of the device's clock, by what has been entered.
+    sent: of messages, by kind, hidden or not.  parts: of the device's clock, by what has been entered, without waits
+    for other stages.
     """
 
     end: float = 0.0
@@ -243,6 +246,8 @@ class _Stage:
         delay = self._overlap_cost * max(beside, 0.0)
         self.device = max(start + delay, message.end)
         self.times.waits[kind] += self.device - start
+        if kind == BETWEEN_STAGES:
+            self._entered += self.device - start
         if not self._asynchronous:
             self.host = self.device
         self._draw(kind, self._action, message.start, message.end)

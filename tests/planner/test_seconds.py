@@ -168,6 +168,8 @@ def test_stages_between_do_what_the_middle_one_does_in_their_own_order(name: str
     expected = timeline.simulate(actions, shape, durations, exchange=1)
     found = step_time(trace, MACHINE, order)
     assert found.seconds == expected.makespan + 3
+    m = shape.num_micro_batches * shape.num_chunks
+    assert found.parts() == {"forward": 2 * m, "backward": 5 * m, "update": 3}
     assert [stage.busy_seconds for stage in found.stages] == [
         sum(span.end - span.start for span in spans) + 3 for spans in expected.stages
     ]
