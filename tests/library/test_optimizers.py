@@ -1,6 +1,7 @@
 """Tests every elementwise optimizer on partitioned state: chosen by name, given, or made by a function."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -302,7 +303,7 @@ def matrices() -> Matrices:
 
 
 def samples(step: int) -> Tensor:
-    return torch.randn(6, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return torch.randn(12, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
 def plain_matrices(steps: int) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
@@ -316,15 +317,15 @@ def plain_matrices(steps: int) -> tuple[dict[str, Tensor], dict[int, dict[str, T
 
 
 def given_adafactor(
-    rank: int, dp: int, stages: tuple[int, ...], steps: int = STEPS, **zero: Any
+    rank: int, dp: int, stages: tuple[int, ...], shard_size: int = -1
 ) -> list[tuple[dict[str, Tensor], dict[int, Any]]]:
     found = []
     for stage in stages:
         mesh = mesh_in_worker(rank, dp=dp) if dp > 1 else None
         model, settings = matrices(), config(stage)
-        settings["zero"] |= {"reduce_bucket_size": 20, **zero}
+        settings["zero"] |= {"reduce_bucket_size": 20, "mics_shard_size": shard_size}
         engine = megazero.initialize(model, settings, optimizer=factored(model), mesh=mesh)
-        for step in range(steps):
+        for step in range(STEPS):
             engine.backward(engine(samples(step).chunk(dp)[rank]))
             engine.step()
         row = safe_get_full_optimizer_state(model.stack, "row_var")
@@ -337,8 +338,8 @@ def given_adafactor(
     return found
 
 
-def check_matrices(found: tuple[dict[str, Tensor], dict[int, Any]], steps: int = STEPS) -> None:
-    weights, state = plain_matrices(steps)
+def check_matrices(found: tuple[dict[str, Tensor], dict[int, Any]]) -> None:
+    weights, state = plain_matrices(STEPS)
     close(found[0], weights)
     assert found[1].keys() == state.keys(), "what has no gradient has no state"
     for number, entries in state.items():
@@ -355,6 +356,87 @@ def test_a_given_adafactor_on_several_ranks() -> None:
     for ranks in run_ranks(3, given_adafactor, 3, (0, 1, 2, 3)):
         for found in ranks:
             check_matrices(found)
+
+
+def goes_on(rank: int, dp: int, folder: str, stage: int, steps: range) -> tuple[dict[str, Tensor], dict[int, Any]]:
+    """Train some steps from the checkpoint in a folder, if there is one, and save there."""
+    mesh = mesh_in_worker(rank, dp=dp) if dp > 1 else None
+    model = matrices()
+    engine = megazero.initialize(model, config(stage), optimizer=factored(model), mesh=mesh)
+    if steps.start:
+        engine.load_checkpoint(folder)
+    for step in steps:
+        engine.backward(engine(samples(step).chunk(dp)[rank]))
+        engine.step()
+    engine.save_checkpoint(folder)
+    assert engine.optimizer is not None
+    state = engine.optimizer.state_dict()["state"]
+    with GatheredParameters(engine.module):
+        found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.close()
+    return found, state
+
+
+@pytest.mark.gloo
+def test_a_given_adafactor_goes_on_at_another_layout(tmp_path: Path) -> None:
+    run_ranks(3, goes_on, 3, str(tmp_path), 3, range(2))
+    check_matrices(goes_on(0, 1, str(tmp_path), 1, range(2, STEPS)))
+
+
+@pytest.mark.gloo
+def test_a_given_adafactor_over_replicas() -> None:
+    """Two groups of two ranks, each with all partitions."""
+    for (found,) in run_ranks(4, given_adafactor, 4, (3,), 2):
+        check_matrices(found)
+
+
+class Slices(nn.Module):
+    """A stack of matrices, of which this rank has some of the columns, and one that every rank has whole."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        stack, whole = (torch.randn(2, 7, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+        self.stack = nn.Parameter(stack.chunk(size, 2)[rank].contiguous())
+        self.whole = nn.Parameter(whole)
+        if size > 1:
+            vars(self.stack).update(tensor_model_parallel=True, partition_dim=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.stack.sum(0)).sin().mean(0).sum() + (x @ self.whole.sum(0)).cos().mean(0).sum()
+
+
+def in_slices(rank: int, stage: int) -> tuple[Tensor, Tensor, dict[int, Any]]:
+    mesh = mesh_in_worker(rank, tp=2, dp=2)
+    model = Slices(mesh.coordinate("tp"), 2)
+    given = torch.optim.Adafactor(model.parameters(), lr=LR, **FACTORED)
+    engine = megazero.initialize(model, config(stage), optimizer=given, mesh=mesh)
+    for step in range(STEPS):
+        engine.backward(engine(samples(step).chunk(2)[mesh.coordinate("dp")]))
+        engine.step()
+    assert engine.optimizer is not None
+    state = engine.optimizer.state_dict()["state"]
+    with GatheredParameters(engine.module):
+        found = model.stack.detach().clone(), model.whole.detach().clone()
+    engine.close()
+    return *found, state
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 3])
+def test_averages_are_of_what_tensor_parallel_ranks_have_together(stage: int) -> None:
+    ranks = run_ranks(4, in_slices, stage)
+    model = Slices(0, 1)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=LR, **FACTORED)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(samples(step)).backward()
+        optimizer.step()
+    expected = {"stack": model.stack.detach(), "whole": model.whole.detach()}
+    close({"stack": torch.cat([ranks[0][0], ranks[1][0]], 2), "whole": ranks[3][1]}, expected)
+    for _, _, state in ranks:
+        for number, entries in optimizer.state_dict()["state"].items():
+            close(state[number], entries)
 
 
 def test_a_given_adafactor_takes_torchs_state() -> None:

@@ -21,6 +21,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "weight_decay": 0.1},
     "Lamb": {"weight_decay": 0.1},
     "Lion": {"weight_decay": 0.1},
+    "Adafactor": {"weight_decay": 0.1, "eps": (1e-4, 1e-2)},
 }
 
 
