@@ -67,6 +67,7 @@ setup(
     ],
     extras_require={
         "corpora": CORPORA,
+        "lm-eval": ["lm-eval>=0.4.13,<0.5"],  # for megazero/evaluate/harness.py
         "mlflow": ["mlflow-skinny>=3.0", "sqlalchemy>=2.0", "alembic>=1.13"],  # the others for its database
         "wandb": ["wandb>=0.19"],
         "ray": ["ray[train]>=2.60"],  # for megazero/train/on_ray.py

@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "merge": "join token files",
         "inspect": "show, verify and compare token files",
         "generate": "generate text from a checkpoint",
+        "evaluate": "evaluate a checkpoint on files: perplexity, last words, multiple choice",
         "checkpoint": "inspect, verify and compare checkpoints",
         "convert": "exchange checkpoints with Hugging Face transformers",
         "verify-layout": "compare what a layout computes with what one process computes",

@@ -15,7 +15,6 @@ from megazero.checkpoint.folders import list_steps
 from megazero.checkpoint.state import TrainState
 from megazero.command_line.parse import from_yaml
 from megazero.command_line.tools import Flags, Number
-from megazero.commands.generate import choose_tokenizer
 from megazero.config.derived import max_position_embeddings
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.run import DataConfig, RunConfig, TrainingConfig
@@ -25,7 +24,8 @@ from megazero.data.tokenizers import HUGGING_FACE, TokenizerSpec, load_tokenizer
 from megazero.data.transformers_tokenizer import files_for_transformers
 from megazero.errors import CheckpointError, Problem, UserError
 from megazero.optim.loss_scaler import LossScale
-from megazero.prepare.arguments import TOKENIZER_FLAGS, add_tokenizer_arguments
+from megazero.prepare.arguments import TOKENIZER_FLAGS, add_tokenizer_arguments, with_tokenizer_flags
+from megazero.train.start.inputs import tokenizer_of_run
 from megazero.units import format_count
 
 # The folder, beside an imported model's checkpoint, for the files of its tokenizer.
@@ -68,7 +68,7 @@ def export_tokenizer(config: RunConfig, options: argparse.Namespace, *, vocab_si
     """Convert the run's tokenizer, or that of the flags, which has to be there; that of a run need not."""
     eod = None
     try:
-        tokenizer = choose_tokenizer(config.data, options, vocab_size=vocab_size)
+        tokenizer = tokenizer_of_run(with_tokenizer_flags(config.data, options), vocab_size=vocab_size)
         eod = tokenizer.eod
         files = files_for_transformers(tokenizer, longest=max_position_embeddings(config.model))
     except UserError as error:

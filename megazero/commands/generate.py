@@ -6,7 +6,6 @@ megazero generate --processes 2 --tensor-model-parallel-size 2 --load runs/demo 
 """
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,16 +13,14 @@ from megazero.command_line.parse import from_yaml
 from megazero.command_line.processes import HELP
 from megazero.command_line.tools import Flags, HelpFormatter, Number
 from megazero.config import derived
-from megazero.config.run import DataConfig
 from megazero.console import Console
-from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
-from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
+from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.generate.model_layout import ACROSS, choose_layout
 from megazero.generate.prompts import JSON_ENDING, KEY, has_surrogates, read_prompts
 from megazero.generate.texts import StopTexts, Text, shown, write_texts
 from megazero.parallel.job import read_job
-from megazero.prepare.arguments import add_tokenizer_arguments, with_tokenizer_flags
-from megazero.train.start.inputs import find_tokenizer
+from megazero.prepare.arguments import add_tokenizer_arguments, with_tokenizer_flags, wrong_new_file
+from megazero.train.start.inputs import tokenizer_of_run
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -122,29 +119,7 @@ def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
     if "" in (options.stop or ()):
         yield Problem("--stop ''", "an empty text is everywhere", "--stop TEXT")
     if options.output is not None:
-        there = next(path for path in (options.output, *options.output.absolute().parents) if path.exists())
-        if there == options.output:
-            yield Problem(f"--output {there}", "must not exist yet", "another name")
-        elif not (there.is_dir() and os.access(there, os.W_OK)):
-            yield Problem(f"--output {options.output}", f"{there} must be writable, and a folder")
-
-
-def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of the flags or the run's, or else the one that the run's corpora name.
-
-    Raises ConfigError if neither is set, CheckpointError if its vocabulary is larger than the model's.
-    """
-    spec = find_tokenizer(with_tokenizer_flags(data, options))
-    if spec is None:
-        paths = ", ".join(data.data_path or data.train_data_path)
-        corpora = f"its corpora ({paths}, from this folder) name none whose files are there" if paths else "no corpora"
-        given = f"the run's configuration names no tokenizer, and {corpora}"
-        raise ConfigError(Problem(given, "text needs one", "--tokenizer-type " + ", ".join(FILES)))
-    tokenizer = load_tokenizer(spec)
-    if tokenizer.vocab_size > vocab_size:
-        given = f"a tokenizer of {tokenizer.vocab_size} ids for a model of {vocab_size}"
-        raise CheckpointError(Problem(given, "the tokenizer is the one that the run was trained with"))
-    return tokenizer
+        yield from wrong_new_file("--output", options.output)
 
 
 def main(words: Sequence[str]) -> int:
@@ -173,7 +148,8 @@ def main(words: Sequence[str]) -> int:
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     layout = choose_layout(config.model, tp=tp, pp=pp, nodes=launch.nodes, across_nodes=options.across_nodes)
-    tokenizer = choose_tokenizer(config.data, options, vocab_size=saved_vocab_size(checkpoint))
+    data = with_tokenizer_flags(config.data, options)
+    tokenizer = tokenizer_of_run(data, vocab_size=saved_vocab_size(checkpoint))
     device, minutes = choose_device(options.device, launch), derived.collective_limit_minutes(config.limits)
     use_cpu_threads(None, launch, device)
     stops = StopTexts(tokenizer, options.stop or ())

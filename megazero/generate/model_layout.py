@@ -1,8 +1,8 @@
-"""Layouts to generate with: one copy of the model, over tensor-parallel ranks and pipeline stages.  Pure.
+"""Layouts to generate and evaluate with: the model over tensor-parallel ranks and pipeline stages.  Pure.
 
-There is no data parallelism: tensor size times pipeline size is the number of processes.  Stages are cut by memory, not
-by computation: for one text they take turns, so the sum of their times is the same however the model is cut, while
-memory is what a single process may be short of.
+To generate there is one copy of it, so tensor size times pipeline size is the number of processes; an evaluation has as
+many copies as fit.  Stages are cut by memory, not by computation: for one text they take turns, so the sum of their
+times is the same however the model is cut, while memory is what a single process may be short of.
 """
 
 import math
@@ -27,17 +27,21 @@ _TENSOR, _STAGES = "--tensor-model-parallel-size", "--pipeline-model-parallel-si
 ACROSS = "--allow-tensor-parallel-across-nodes"
 
 
-def choose_layout(model: ModelConfig, *, tp: int, pp: int, nodes: Nodes, across_nodes: bool = False) -> Topology:
+def choose_layout(
+    model: ModelConfig, *, tp: int, pp: int, nodes: Nodes, across_nodes: bool = False, with_copies: bool = False
+) -> Topology:
     """Return a layout of tp x pp processes for `model` on `nodes`.
 
-    across_nodes: whether the processes of one layer may be on several nodes.
+    across_nodes: whether the processes of one layer may be on several nodes.  with_copies: whether processes that are
+    left over hold further copies of the model, along the data-parallel axis.
 
     Raises TopologyError with all rules that it breaks.
     """
     world_size = sum(nodes.ranks_per_node)
-    raise_problems(TopologyError, _problems(model, tp, pp, world_size))
-    layout = Topology(tp=tp, pp=pp)
-    inside = [each for each in _fitting(model, world_size) if not any(problems_of_placement(each, nodes, False))]
+    raise_problems(TopologyError, _problems(model, tp, pp, world_size, with_copies))
+    layout = Topology(tp=tp, pp=pp, dp=world_size // (tp * pp))
+    fitting = _fitting(model, world_size, with_copies)
+    inside = [each for each in fitting if not any(problems_of_placement(each, nodes, False))]
     # Unlike training, sizes whose product is smaller leave processes over, and there is one rank order.
     problems = [
         replace(
@@ -68,7 +72,7 @@ def padded_rows(vocab_size: int, layout: Topology) -> int:
     return padded_vocab_size(vocab_size, divisible_by=1, tensor_parallel_size=layout.tp)
 
 
-def _problems(model: ModelConfig, tp: int, pp: int, world_size: int) -> Iterator[Problem]:
+def _problems(model: ModelConfig, tp: int, pp: int, world_size: int, with_copies: bool) -> Iterator[Problem]:
     heads, inner, most_stages = model.num_attention_heads, ffn_hidden_size(model), _most_stages(model)
     cuttable = math.gcd(heads, inner)
     if tp < 1 or cuttable % tp:
@@ -93,24 +97,28 @@ def _problems(model: ModelConfig, tp: int, pp: int, world_size: int) -> Iterator
             " the last, with the head, may have none",
             f"{_STAGES} 1 to {most_stages}",
         )
-    if tp * pp != world_size:
+    size = tp * pp
+    if size != world_size and not (with_copies and size > 0 and world_size % size == 0):
+        rule = "the processes hold one copy of the model: tensor size x pipeline size is their number"
+        if with_copies:
+            rule = "the processes hold whole copies of the model: tensor size x pipeline size divides their number"
         yield Problem(
             f"{_spelt(Topology(tp=tp, pp=pp))} on {_processes(world_size)}",
-            "the processes hold one copy of the model: tensor size x pipeline size is their number",
-            "; ".join([_processes(tp * pp)] * (tp * pp > 0) + [*map(_spelt, _fitting(model, world_size))]),
+            rule,
+            "; ".join([_processes(size)] * (size > 0) + [*map(_spelt, _fitting(model, world_size, with_copies))]),
         )
 
 
-def _fitting(model: ModelConfig, world_size: int) -> list[Topology]:
+def _fitting(model: ModelConfig, world_size: int, with_copies: bool) -> list[Topology]:
     """Return the layouts of so many processes that suit the model."""
     cuttable = math.gcd(model.num_attention_heads, ffn_hidden_size(model))
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     return [
-        Topology(tp=size, pp=world_size // size)
-        for size in range(1, world_size + 1)
-        if world_size % size == 0
-        and cuttable % size == 0
-        and fits_groups(model, size)
-        and world_size // size <= _most_stages(model)
+        Topology(tp=tp, pp=pp, dp=world_size // (tp * pp))
+        for tp in sizes
+        for pp in sizes
+        if cuttable % tp == 0 and fits_groups(model, tp) and pp <= _most_stages(model)
+        if tp * pp == world_size or (with_copies and world_size % (tp * pp) == 0)
     ]
 
 

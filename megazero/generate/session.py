@@ -145,6 +145,11 @@ class Session:
         cache.grow()
         return None if x is None else self._logits(x)
 
+    @torch.inference_mode()
+    def last_layer(self, tokens: Tensor) -> Tensor | None:
+        """Return the last layer's output [b s, h] for tokens [b, s <= max_positions]; None before the last stage."""
+        return self._run_layers(tokens, self.model.sequences(tokens.shape[1]))
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -3,7 +3,7 @@
 import argparse
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,15 @@ def local_path(word: str) -> Path:
     if is_remote(word):
         raise argparse.ArgumentTypeError(f"{word} names an object store: give a path on a disk, and copy it there")
     return Path(word)
+
+
+def wrong_new_file(flag: str, path: Path) -> Iterator[Problem]:
+    """Yield the problem of an output file that is there already, or that cannot be made."""
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if there == path:
+        yield Problem(f"{flag} {path}", "must not exist yet", "another name")
+    elif not (there.is_dir() and os.access(there, os.W_OK)):
+        yield Problem(f"{flag} {path}", f"{there} must be writable, and a folder")
 
 
 def separator_text(word: str) -> str:

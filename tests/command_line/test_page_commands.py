@@ -132,5 +132,8 @@ def test_the_run_of_the_pages_trains_resumes_at_other_layouts_and_is_inspected(p
     assert "exit interval 20 reached at iteration 20" in succeed(first, place)
     told = succeed(block_with("docs/checkpoints.md", "checkpoint.py inspect").text, place)
     assert "finished 60 iterations" in told and "sound" in told
+    evaluated = block_with("docs/evaluation.md", "megazero evaluate").text
+    told = succeed(evaluated.replace("runs/quickstart/checkpoints", "runs/small"), place)
+    assert told.count("word_perplexity") == 1 and told.count("lambada ") == 2 * 3 and "acc_bytes" in told
     journal = succeed(block_with("docs/checkpoints.md", "checkpoint.py journal").text, place)
     assert journal.count("  start  ") == 3 and "from 2 | to 1" in journal

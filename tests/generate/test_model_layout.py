@@ -34,6 +34,21 @@ def test_refused_layouts(tp: int, pp: int, world: int, told: str) -> None:
         choose_layout(MODEL, tp=tp, pp=pp, nodes=Nodes((world,)))
 
 
+def test_processes_that_are_left_over_hold_further_copies() -> None:
+    nodes = Nodes((2, 2, 2))
+    assert choose_layout(MODEL, tp=2, pp=1, nodes=nodes, with_copies=True) == Topology(tp=2, dp=3)
+    assert choose_layout(MODEL, tp=1, pp=1, nodes=nodes, with_copies=True) == Topology(dp=6)
+    legal = (
+        "legal: 4 processes; .* 1 .* 1; .* 1 .* 2; .* 1 .* 3; .* 2 .* 1; .* 2 .* 3; .* 3 .* 1; .* 3 .* 2; .* 6 .* 1$"
+    )
+    with pytest.raises(TopologyError, match=f"on 6 processes\n.*divides their number\n.*{legal}"):
+        choose_layout(MODEL, tp=2, pp=2, nodes=nodes, with_copies=True)
+    with pytest.raises(
+        TopologyError, match=r"--tensor-model-parallel-size 3 .* on 3 nodes of 2 ranks\n.*inside one node"
+    ):
+        choose_layout(MODEL, tp=3, pp=1, nodes=nodes, with_copies=True)
+
+
 def test_tensor_parallelism_stays_inside_a_node() -> None:
     tensor, stages = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
     with pytest.raises(TopologyError) as caught:

@@ -23,7 +23,7 @@ LAYERS = (
     {"model", "prepare"},
     {"checkpoint", "generate", "report"},
     {"train", "library"},
-    {"verify", "deepspeed"},
+    {"verify", "deepspeed", "evaluate"},
     {"planner"},
     {"commands"},
     {"__main__"},

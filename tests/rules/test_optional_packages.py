@@ -10,11 +10,12 @@ from support.source_tree import imports, sources
 
 # GPU machines that have torch for CUDA often lack these.
 OPTIONAL = {
-    "datasketch", "ftfy", "gigatoken", "megatron", "mlflow", "py3langid", "pyarrow", "ray", "sentencepiece", "tiktoken",
-    "transformers", "wandb",
+    "datasketch", "ftfy", "gigatoken", "lm_eval", "megatron", "mlflow", "py3langid", "pyarrow", "ray", "sentencepiece",
+    "tiktoken", "transformers", "wandb",
 }  # fmt: skip
-# Programs that other programs start where the package is there.
-STARTED = ("benchmarks/megatron_gpt.py",)
+# Programs that other programs start where the package is there, and a module that only its users import: it has a class
+# derived from the package's.
+STARTED = ("benchmarks/megatron_gpt.py", "megazero/evaluate/harness.py")
 
 
 def taken_at_import(tree: ast.Module) -> Iterator[str]:

@@ -10,8 +10,8 @@ from megazero.data.corpora import Corpora, own_flag, tokenizer_of_corpora
 from megazero.data.mock import MockSamples
 from megazero.data.samples import RemainingSamples, Samples
 from megazero.data.storage import Access
-from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
-from megazero.errors import DataError, Problem, raise_problems
+from megazero.data.tokenizers import FILES, Tokenizer, TokenizerSpec, load_tokenizer
+from megazero.errors import CheckpointError, ConfigError, DataError, Problem, raise_problems
 from megazero.rules.files import DATA_PATH, DEFAULT_SPLIT, span_of_samples, weight_of
 
 
@@ -102,6 +102,24 @@ def find_tokenizer(data: DataConfig) -> TokenizerSpec | None:
         return tokenizer_spec(data)
     words = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
     return tokenizer_of_corpora(word for word in words if weight_of(word) is None)
+
+
+def tokenizer_of_run(data: DataConfig, *, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer that `find_tokenizer` finds, for a model of vocab_size ids.
+
+    Raises ConfigError if there is none, CheckpointError if its vocabulary is larger than the model's.
+    """
+    spec = find_tokenizer(data)
+    if spec is None:
+        paths = ", ".join(data.data_path or data.train_data_path)
+        corpora = f"its corpora ({paths}, from this folder) name none whose files are there" if paths else "no corpora"
+        given = f"the run's configuration names no tokenizer, and {corpora}"
+        raise ConfigError(Problem(given, "text needs one", "--tokenizer-type " + ", ".join(FILES)))
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.vocab_size > vocab_size:
+        given = f"a tokenizer of {tokenizer.vocab_size} ids for a model of {vocab_size}"
+        raise CheckpointError(Problem(given, "the tokenizer is the one that the run was trained with"))
+    return tokenizer
 
 
 def _text(path: Path | None) -> str | None:
