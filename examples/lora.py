@@ -4,30 +4,16 @@ Frozen parameters are partitioned too in stage 3, but have no gradients, master 
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import megazero
 
 WIDTH, RANK = 64, 4
 
-
-class LowRank(nn.Module):
-    """A frozen linear layer, and the product of two thin matrices beside it that begins as zero."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, RANK, bias=False)
-        self.up = nn.Linear(RANK, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 torch.manual_seed(1)
-layers = [nn.Sequential(LowRank(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(3)]
-model = nn.Sequential(*layers, LowRank(nn.Linear(WIDTH, 1)))
+layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+megazero.lora(model, rank=RANK)
 config = {
     "train_micro_batch_size_per_gpu": 32,
     "zero_optimization": {"stage": 3},

@@ -2,6 +2,7 @@
 
     megazero.initialize(model, config)     an engine around any torch.nn.Module
     megazero.recompute(function, *args)    calls a function whose activations are computed again in backward
+    megazero.lora(model, rank=8)           gives linear layers adapters and freezes the rest; merge_lora(state) merges
     megazero.StopRequest()                 a flag that is raised when the process is asked to end (SIGTERM, Ctrl-C, ...)
     megazero.verify_module(make, loss, batches, config)   trains a module beside plain PyTorch, and compares the two
     megazero.zero                          Init, GatheredParameters, ... (megazero/zero/__init__.py)
@@ -13,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["StopRequest", "initialize", "recompute", "verify_module", "zero"]
+__all__ = ["StopRequest", "initialize", "lora", "merge_lora", "recompute", "verify_module", "zero"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,8 @@ def __getattr__(name: str) -> Any:
         return import_module("megazero.signals").StopRequest
     if name == "initialize":
         return import_module("megazero.library.initialize").initialize
+    if name in ("lora", "merge_lora"):
+        return getattr(import_module("megazero.library.module.lora"), name)
     if name == "recompute":
         return import_module("megazero.activations.context").recompute
     if name == "verify_module":

@@ -7,7 +7,7 @@ differ, null before the optimizer's first step.  Without numbers the entry is le
 of parameters that steps have left alone, by name, null for one without state.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from megazero.checkpoint.agreement import all_or_none
@@ -87,13 +87,15 @@ def restore_engine(
     *,
     with_optimizer: bool,
     others: Iterable[StateFragment] = (),
+    without: Collection[str] = (),
 ) -> None:
     """Fill the engine's state from a checkpoint of any layout.
 
-    others: further fragments of the checkpoint to fill.
+    others: further fragments of the checkpoint to fill.  without: names of parameters that stay as they are, which the
+    checkpoint has not.
     """
     beside = list(others)
-    weights = [piece for piece in engine.wanted_state() if piece.kind == "weight"]
+    weights = [piece for piece in engine.wanted_state() if piece.kind == "weight" and piece.spec.name not in without]
     check_fits(checkpoint, [*weights, *beside], control=control)
     wanted: list[StateFragment] = weights
     if with_optimizer:

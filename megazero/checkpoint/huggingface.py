@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megazero.checkpoint.families import FAMILIES, Row, family_of
+from megazero.checkpoint.merged import without_adapters
 from megazero.checkpoint.reader import Checkpoint
 from megazero.comm.local import LocalCommunicator
 from megazero.config.model import ModelConfig
@@ -148,7 +149,7 @@ def export_model(
 ) -> str:
     """Write the checkpoint's weights as a Hugging Face model, and return the name of transformers' class.
 
-    `output` appears whole or not at all.
+    `output` appears whole or not at all.  Adapters are merged into the weights beside them.
 
     dtype: that of the file, the checkpoint's own when None.  eod: the end-of-document id, if known.  files: further
     files of the model, text by name.  shard_bytes: the most bytes of tensors in a file, if it has several.
@@ -157,6 +158,7 @@ def export_model(
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise CheckpointError(Problem(f"--output {output}", "it must not exist yet, or be an empty folder"))
+    weights, config = without_adapters(checkpoint, config)
     family = family_of(config)
     word = checkpoint.read_full("embedding.word.weight")
     vocab_size, dtype = word.shape[0], dtype or word.dtype
@@ -174,7 +176,7 @@ def export_model(
             name = WEIGHTS_FILE if len(shards) == 1 else f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
             tensors = {}
             for row in shard:
-                values = row.form.to_theirs([checkpoint.read_full(ours) for ours in row.ours])
+                values = row.form.to_theirs([weights.read_full(ours) for ours in row.ours])
                 for theirs, value in zip(row.theirs, values, strict=True):
                     tensors[theirs] = value.to(dtype).contiguous()
             index |= dict.fromkeys(tensors, name)

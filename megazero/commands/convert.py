@@ -111,6 +111,8 @@ def export_command(options: argparse.Namespace, console: Console) -> None:
     architecture = export_model(
         checkpoint, config.model, options.output, dtype=dtype, eod=tokenizer.eod, files=tokenizer.files
     )
+    if config.model.lora_rank:
+        console.line(f"adapters of rank {config.model.lora_rank} are merged into the weights beside them")
     console.line(f"{options.output}: step {checkpoint.step}, for transformers' {architecture}.from_pretrained")
     console.line(tokenizer.line)
 

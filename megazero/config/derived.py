@@ -98,7 +98,28 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     tables = vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)
     if model.position_embedding_type == "learned_absolute":
         tables += max_position_embeddings(model)
-    return model.num_layers * block + tables * hidden + (1 + model.embed_layernorm) * per_norm * hidden
+    outside = tables * hidden + (1 + model.embed_layernorm) * per_norm * hidden
+    return model.num_layers * block + outside + num_adapter_parameters(model)
+
+
+def lora_scale(model: ModelConfig) -> float:
+    """Return what an adapter's product is multiplied by, alpha / r."""
+    alpha = model.lora_rank if model.lora_alpha is None else model.lora_alpha
+    return alpha / model.lora_rank
+
+
+def num_adapter_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of the adapters of the whole model: rank x (inputs + outputs) of each."""
+    hidden, inner, queries = model.hidden_size, ffn_hidden_size(model), model.num_attention_heads * head_width(model)
+    pairs = 2 * num_key_value_heads(model) * head_width(model)
+    is_fused = num_key_value_heads(model) == model.num_attention_heads
+    widths = {
+        "linear_qkv": hidden + queries + pairs + (0 if is_fused else hidden),  # grouped queries have two layers
+        "linear_proj": queries + hidden,
+        "linear_fc1": hidden + (1 + model.swiglu) * inner,
+        "linear_fc2": inner + hidden,
+    }
+    return model.num_layers * model.lora_rank * sum(widths[target] for target in model.lora_targets)
 
 
 def block_matrices(model: ModelConfig) -> int:

@@ -6,6 +6,8 @@ from pydantic.dataclasses import dataclass
 
 from megazero.config.fields import STRICT, setting
 
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
@@ -111,4 +113,20 @@ class ModelConfig:
     norm_epsilon: float = setting(1e-5, help="added to the variance in norms", aliases=("layernorm-epsilon",), gt=0)
     untie_embeddings_and_output_weights: bool = setting(
         False, help="give the LM head a matrix of its own instead of the token embedding's"
+    )
+    lora_rank: int = setting(
+        0,
+        help="rank of adapters (LoRA, arXiv 2106.09685): two thin matrices beside each targeted layer, which alone are"
+        " trained while all other parameters are frozen; 0: there are none, and every parameter is trained",
+        unit="elements",
+        ge=0,
+    )
+    lora_alpha: float | None = setting(
+        None, help="an adapter's output is multiplied by lora_alpha / lora_rank; without it, lora_rank", gt=0
+    )
+    lora_dropout: float = setting(0.0, help="dropout of an adapter's input", unit="probability", ge=0, lt=1)
+    lora_targets: tuple[str, ...] = setting(
+        LORA_TARGETS,
+        help="layers that have adapters: linear_qkv (queries, keys and values), linear_proj (attention's output),"
+        " linear_fc1 and linear_fc2 (the feed-forward layers)",
     )

@@ -253,6 +253,9 @@ class CheckpointConfig:
         help="take parameters only and start a new run at step 0: no optimizer state, no position in the data; needs a"
         " checkpoint",
     )
+    lora_random_base: bool = setting(
+        False, help="train adapters beside initial weights, which nothing has trained, where no checkpoint is loaded"
+    )
     begin_without_checkpoint: bool = setting(
         False, help="start a new run from initial weights where --load is missing or holds no checkpoint"
     )

@@ -64,14 +64,23 @@ class SelfAttention(nn.Module):
             has_bias=not config.disable_bias_linear,
         )
 
+    @property
+    def entries(self) -> tuple[ColumnParallelLinear | ReplicatedKeyValueLinear, ...]:
+        """The layers that read the input: of queries, keys and values, or of queries and of keys and values."""
+        return (self.qkv,) if self._is_fused else (self.query, self.key_value)
+
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         # Of all tokens, also where the sequence is split: [b s, 3 a d/t], or [b s, a d/t] and [b s, 2 g d/t].
-        projected = (
-            (self.qkv(x),) if self._is_fused else column_linears(x, (self.query.operands(), self.key_value.operands()))
-        )
+        projected = (self.qkv(x),) if self._is_fused else self._queries_and_pairs(x)
         attend = self.core if self._recomputation is None else partial(self._recomputation.run, self.core)
         y: Tensor = self.projection(attend(sequences, *projected))
         return y
+
+    def _queries_and_pairs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs of the two layers of queries, and of keys and values."""
+        outputs = column_linears(x, [layer.operands() for layer in self.entries])
+        adapted = zip(self.entries, outputs, strict=True)
+        return tuple(y if layer.adapter is None else y + layer.adapter(x) for layer, y in adapted)
 
     @property
     def is_compilable(self) -> bool:

@@ -6,7 +6,7 @@ n = tokens in rows, h = hidden, f = feed-forward width, t = tensor-parallel degr
 from torch import Tensor, nn
 
 from megazero.activations.recompute import Recomputation
-from megazero.config.derived import ffn_hidden_size
+from megazero.config.derived import ffn_hidden_size, lora_scale
 from megazero.config.model import ModelConfig
 from megazero.model.attention import SelfAttention
 from megazero.model.initial_values import output_init
@@ -14,6 +14,7 @@ from megazero.model.norms import Norm
 from megazero.model.sequences import Sequences
 from megazero.parallel.param_spec import Init, mark_block
 from megazero.tensor_parallel.activation import ACTIVATIONS, FusedActivation
+from megazero.tensor_parallel.adapters import LowRank, adapt_column, adapt_row
 from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 
 
@@ -28,8 +29,21 @@ class TransformerBlock(nn.Module):
         self.mlp = FeedForward(config, tp)
         self._dropout = config.hidden_dropout
         self._tp = tp
+        if config.lora_rank:
+            self._adapt(config)
         if tp.within_compiled:
             mark_block(self)
+
+    def _adapt(self, config: ModelConfig) -> None:
+        """Give the targeted layers adapters."""
+        form, attention = LowRank(config.lora_rank, lora_scale(config), config.lora_dropout), self.attention
+        columns = {"linear_qkv": attention.entries, "linear_fc1": (self.mlp.up,)}
+        rows = {"linear_proj": attention.projection, "linear_fc2": self.mlp.down}
+        for target in config.lora_targets:
+            for layer in columns.get(target, ()):
+                adapt_column(self._tp, layer, form)
+            if target in rows:
+                adapt_row(self._tp, rows[target], form)
 
     @property
     def adds_without_effects(self) -> bool:
@@ -85,7 +99,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)
-        if self.fused is None:
+        if self.fused is None or self.down.adapter is not None:
             y: Tensor = self.down(ACTIVATIONS[self.activation].output(inner))
         else:
             y = self.down(inner, self.fused)

@@ -26,6 +26,7 @@ from megazero.model.positions import Positions
 from megazero.model.sequences import Sequences
 from megazero.parallel.layer_split import Chunk, whole_model
 from megazero.parallel.param_spec import Init, Unit, share_between_ends
+from megazero.tensor_parallel.adapters import train_adapters_alone
 from megazero.tensor_parallel.head_loss import Targets
 from megazero.tensor_parallel.layers import TensorParallel, replicated_parameter
 from megazero.tensor_parallel.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
@@ -89,6 +90,8 @@ class GPT(nn.Module):
             self.embedding = EmbeddingCopy(config, tp, sizes)
         if is_tied and is_first != is_last:
             share_between_ends(self.embedding.word.weight)
+        if config.lora_rank:
+            train_adapters_alone(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens [b, s] to this rank's logits [b, s, Vp/t]; s is at most `max_positions`.  For an uncut model."""

@@ -46,7 +46,9 @@ def make_optimizer(choice: OptimizerChoice, model: nn.Module, decoupled: frozens
             members[grouping.group_of(spec)].append(parameter)
     own = [{"weight_decay": decay} if "weight_decay" in table else {} for decay in decays]
     groups = [{"params": members[group], **own[group]} for group in (DECAYED, UNDECAYED, *range(2, len(decays)))]
-    return Elementwise(TorchOptimizer(make_torch_optimizer(choice, [group for group in groups if group["params"]])))
+    trained = [group for group in groups if group["params"]]
+    # A pipeline stage beside adapters may have nothing to train; torch takes a group that is empty, but no lack of one.
+    return Elementwise(TorchOptimizer(make_torch_optimizer(choice, trained or groups[:1])))
 
 
 def patterns_of(choice: OptimizerChoice, model: nn.Module, optimizer: InnerOptimizer) -> dict[int, ParamGroup]:

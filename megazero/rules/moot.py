@@ -850,7 +850,16 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"device": "cpu"},
     ),
     Row(("override_module_apply",), lambda c: "nothing in a run calls Module.apply"),
-    Row(("zero_quantized_nontrainable_weights",), lambda c: "a run trains every parameter"),
+    Row(
+        ("zero_quantized_nontrainable_weights",),
+        lambda c: "" if c.model.lora_rank else "without adapters a run trains every parameter",
+        {"lora_rank": 8},
+    ),
+    Row(
+        ("lora_alpha", "lora_dropout", "lora_targets", "lora_random_base"),
+        lambda c: "" if c.model.lora_rank else "the model has no adapters",
+        {"lora_rank": 8},
+    ),
     Row(
         ("leaf_module_classes", "leaf_module_names", "leaf_module_name_suffixes"),
         lambda c: "every process of a run computes with the same layers in the same order",

@@ -21,6 +21,7 @@ from megazero.rules import activations as activation_rules
 from megazero.rules import files as file_rules
 from megazero.rules import float8 as float8_rules
 from megazero.rules import pipeline as pipeline_rules
+from megazero.rules.adapters import ADAPTER_RULES
 from megazero.rules.optimizer import choose_for_run, sweep_for_run
 from megazero.rules.states import STATE_RULES, StateRule, late_updates_need_no_norms, shard_groups_are_equal
 from megazero.units import counted
@@ -635,6 +636,7 @@ RULES: tuple[Rule, ...] = (
     *pipeline_rules.RULES,
     *activation_rules.RULES,
     *float8_rules.RULES,
+    *ADAPTER_RULES,
     *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,
     file_rules.no_kill_switch_is_there,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.rules.float8 import has_8bit_products
+from megazero.tensor_parallel.adapters import Adapter
 from megazero.tensor_parallel.compiler import compiled
 from megazero.tensor_parallel.float8 import Float8Products, LayerScales, StepWeight, quantise_weight, weight_scale
 from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -36,8 +37,10 @@ class _Held(NamedTuple):
 
 
 def linear_layers(modules: Iterable[nn.Module]) -> list[Linear]:
-    """Return the linear layers within the modules."""
-    return [part for module in modules for part in module.modules() if isinstance(part, Linear)]
+    """Return the linear layers within the modules, without those of adapters."""
+    parts = [part for module in modules for part in module.modules()]
+    of_adapters = {part for each in parts if isinstance(each, Adapter) for part in each.modules()}
+    return [part for part in parts if isinstance(part, Linear) and part not in of_adapters]
 
 
 class QuantisedWeights:

@@ -140,9 +140,12 @@ class ColumnParallelLinear(nn.Module):
 
     logical_shape is the weight's, [*out, in], where the outputs may have several dims; split_dim is the one of them
     that is cut, and the output has this rank's part of all of them, flattened.  The bias is cut in the same way.
+
+    adapter: maps the input to what is added to the output (`adapters.py`); None: nothing.
     """
 
     bias: nn.Parameter | None
+    adapter: nn.Module | None
 
     def __init__(
         self, tp: TensorParallel, *, logical_shape: tuple[int, ...], split_dim: int, init: Init, has_bias: bool = True
@@ -151,12 +154,15 @@ class ColumnParallelLinear(nn.Module):
         assert split_dim < len(logical_shape) - 1, "a column-parallel layer cuts outputs"
         self._tp = tp
         self.products = tp.products
+        self.split_dim = split_dim
         self.weight = sharded_parameter(tp, logical_shape, split_dim, init=init)
         outputs = logical_shape[:-1]
         self.bias = sharded_parameter(tp, outputs, split_dim, init=Init("zeros"), flat=True) if has_bias else None
+        self.adapter = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(self._tp, x, self.weight, self.bias, products=self.products)
+        y = column_linear(self._tp, x, self.weight, self.bias, products=self.products)
+        return y if self.adapter is None else y + self.adapter(x)
 
     def operands(self) -> "ColumnOperands":
         """Return what `column_linears` needs of the layer."""
@@ -168,10 +174,11 @@ class ReplicatedKeyValueLinear(nn.Module):
     """A layer of keys and values with fewer heads than ranks: [..., in] to [..., 2 d], those of this rank's queries.
 
     Ranks share heads, so every rank holds all of them and uses one; the weight's gradient is summed over the ranks.
-    logical_shape is [2, heads, d, in].  Its product is never of 8-bit numbers.
+    logical_shape is [2, heads, d, in].  Its product is never of 8-bit numbers.  adapter: as of a column-parallel layer.
     """
 
     bias: nn.Parameter | None
+    adapter: nn.Module | None
 
     def __init__(
         self, tp: TensorParallel, *, logical_shape: tuple[int, int, int, int], init: Init, has_bias: bool = True
@@ -189,6 +196,11 @@ class ReplicatedKeyValueLinear(nn.Module):
             if has_bias
             else None
         )
+        self.adapter = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        (y,) = column_linears(x, (self.operands(),))
+        return y if self.adapter is None else y + self.adapter(x)
 
     def operands(self) -> "ColumnOperands":
         """Return what `column_linears` needs of the layer."""
@@ -206,9 +218,11 @@ class RowParallelLinear(nn.Module):
     With an activation the layer computes y = activation(x) W^T + b, and saves x alone.
 
     leaves_bias: leave the addition of b, on several ranks, to the code that reads y; its gradients are not deferred.
+    adapter: maps the input, which then is no activation's, to what is added to the output; None: nothing.
     """
 
     bias: nn.Parameter | None
+    adapter: nn.Module | None
 
     def __init__(
         self, tp: TensorParallel, *, logical_shape: tuple[int, int], init: Init, has_bias: bool = True
@@ -220,6 +234,7 @@ class RowParallelLinear(nn.Module):
         self.weight = sharded_parameter(tp, logical_shape, 1, init=init)
         zeros = Init("zeros")
         self.bias = replicated_parameter(tp, logical_shape[:1], init=zeros, decay=False) if has_bias else None
+        self.adapter = None
 
     @property
     def left_bias(self) -> Tensor | None:
@@ -227,6 +242,14 @@ class RowParallelLinear(nn.Module):
         return self.bias if self.leaves_bias else None
 
     def forward(self, x: Tensor, activation: FusedActivation | None = None) -> Tensor:
+        y = self._frozen_or_trained(x, activation)
+        if self.adapter is not None:
+            assert activation is None, "an adapter reads the activation's output"
+            y = y + self.adapter(x)
+        return y
+
+    def _frozen_or_trained(self, x: Tensor, activation: FusedActivation | None) -> Tensor:
+        """Compute the layer without its adapter."""
         tp, weight = self._tp, self._tp.use(self.weight)
         bias = None if self.bias is None else tp.use(self.bias)
         linear = tp.linear(self.weight, self.products)

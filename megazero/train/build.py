@@ -36,7 +36,7 @@ from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
 from megazero.data.loader import BatchLayout, BatchLoader
 from megazero.data.tokenizers import load_tokenizer
-from megazero.errors import ConfigError, raise_problems
+from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.host import retain_freed_memory, return_freed_memory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
@@ -51,8 +51,10 @@ from megazero.parallel.launch import Launch, job_name
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.param_spec import mark_alone, named_specs
 from megazero.pipeline.trace import NO_TRACE, Trace
+from megazero.rules.adapters import ADAPTERS_HAVE_A_BASE, RANDOM_BASE
 from megazero.rules.optimizer import optimizer_choice
 from megazero.rules.run import compiled_under_ledger
+from megazero.tensor_parallel.adapters import is_adapters
 from megazero.tensor_parallel.deferred import DeferredGradients
 from megazero.tensor_parallel.float8 import AS_WRITTEN, Float8Products, float8_products
 from megazero.tensor_parallel.float8_scales import PROGRESS_KEY as SCALES_KEY
@@ -107,6 +109,9 @@ def check_checkpoint(config: RunConfig, inputs: RunInputs, world_size: int) -> T
     Raises ConfigError for the settings that differ, or CheckpointError for the tensors that do.
     """
     found = find_checkpoint(config.checkpoint)
+    if found is None and config.model.lora_rank and not config.checkpoint.lora_random_base:
+        given = f"--lora-rank {config.model.lora_rank} with --load {config.checkpoint.load}, which has no checkpoint"
+        raise ConfigError(Problem(given, ADAPTERS_HAVE_A_BASE, f"--load BASE --finetune, or {RANDOM_BASE}"))
     if found is not None:
         _check_fits(found.checkpoint, config, vocab_size=inputs.vocab_size)
         if not config.checkpoint.finetune:
@@ -115,11 +120,21 @@ def check_checkpoint(config: RunConfig, inputs: RunInputs, world_size: int) -> T
     return found
 
 
+def _begun_adapters(checkpoint: Checkpoint, config: RunConfig) -> frozenset[str]:
+    """Return the names of the adapters' parameters that begin anew beside a checkpoint's weights, if it has none."""
+    begins = config.model.lora_rank > 0 and config.checkpoint.finetune
+    if not begins or any(map(is_adapters, checkpoint.parameters)):
+        return frozenset()
+    names = (name for name, _ in _meta_model(config, vocab_size=config.model.vocab_size or 2).named_parameters())
+    return frozenset(filter(is_adapters, names))
+
+
 def check_param_groups(config: RunConfig, vocab_size: int) -> None:
     """Raise ConfigError for patterns of --param-groups that no parameter of the whole model is left for."""
     groups = optimizer_choice(config.optimizer).param_groups
     if groups:
-        names = [name for name, _ in _meta_model(config, vocab_size=vocab_size).named_parameters()]
+        model = _meta_model(config, vocab_size=vocab_size)
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         raise_problems(ConfigError, unmatched(groups, names, "--param-groups"))
 
 
@@ -146,7 +161,7 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, *, vocab_size: int) -
         given = f"--optimizer of kind {choice.type}"
         check_optimizer(checkpoint, choice.type, given=given, otherwise="--no-load-optim")
         kinds += saved_kinds(choice) if has_stepped(checkpoint) else ()
-    check_shapes(checkpoint, model, kinds=kinds)
+    check_shapes(checkpoint, model, kinds=kinds, without=_begun_adapters(checkpoint, config))
     if not config.checkpoint.finetune:
         check_compatible(checkpoint, seed=config.training.seed, seq_length=config.model.seq_length)
 
@@ -581,7 +596,13 @@ def _restore_newest(config: RunConfig, components: RunComponents) -> tuple[Check
     taken = restore_first_sound(
         load,
         check=lambda found: check_progress(found, config.checkpoint),
-        restore=lambda found: restore_engine(found, components.engine, mesh.control, with_optimizer=not weights_only),
+        restore=lambda found: restore_engine(
+            found,
+            components.engine,
+            mesh.control,
+            with_optimizer=not weights_only,
+            without=_begun_adapters(found, config),
+        ),
         fits=lambda found: _check_fits(found, config, vocab_size=components.model.vocab_size),
         control=mesh.control,
     )

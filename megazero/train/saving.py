@@ -1,6 +1,6 @@
 """Checkpoints of a run: the progress saved beside the engine's state, and the checks of a run that resumes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from megazero.comm.mesh import Mesh
 from megazero.command_line.parse import from_yaml
 from megazero.config import derived
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
-from megazero.config.model import ModelConfig
+from megazero.config.model import LORA_TARGETS, ModelConfig
 from megazero.config.run import FIELDS, CheckpointConfig, RunConfig
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.files import written_aside
@@ -180,7 +180,8 @@ def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> N
 def check_model(checkpoint: Checkpoint, model: ModelConfig, *, goes_on: bool) -> None:
     """Raise CheckpointError with the settings that give the model another shape than the saved one has.
 
-    goes_on: whether the saved run goes on; another one may begin from its parameters with other rotary positions.
+    goes_on: whether the saved run goes on; another one may begin from its parameters with other rotary positions, and
+    adapters where it had none.
     `check_shapes` finds the same mismatch tensor by tensor, without the settings that cause it.
     """
     try:
@@ -188,6 +189,8 @@ def check_model(checkpoint: Checkpoint, model: ModelConfig, *, goes_on: bool) ->
     except ConfigError:  # a checkpoint of another version, whose settings this one cannot read
         return
     before = dict(_shaping_settings(saved, goes_on=goes_on))
+    if saved.lora_rank == 0 and model.lora_rank and not goes_on:
+        before = {flag: value for flag, value in before.items() if not flag.startswith("--lora-")}
     differ = {
         flag: (value, before[flag])
         for flag, value in _shaping_settings(model, goes_on=goes_on)
@@ -251,16 +254,23 @@ def _shaping_settings(model: ModelConfig, *, goes_on: bool) -> Iterator[_Setting
     for name in _KINDS:
         yield _Setting(f"--{name.replace('_', '-')}", getattr(model, name))
     yield _Setting("--add-qkv-bias", derived.has_qkv_bias(model))
+    yield _Setting("--lora-rank", model.lora_rank)
+    if model.lora_rank:
+        yield _Setting("--lora-alpha", float(model.lora_rank if model.lora_alpha is None else model.lora_alpha))
+        yield _Setting("--lora-targets", " ".join(target for target in LORA_TARGETS if target in model.lora_targets))
     yield _Setting("--vocab-size", model.vocab_size)
     yield _Setting("--untie-embeddings-and-output-weights", model.untie_embeddings_and_output_weights)
 
 
-def check_shapes(checkpoint: Checkpoint, model: nn.Module, *, kinds: Sequence[StateKind]) -> None:
+def check_shapes(
+    checkpoint: Checkpoint, model: nn.Module, *, kinds: Sequence[StateKind], without: Collection[str] = ()
+) -> None:
     """Raise CheckpointError unless checkpoint and model have the same parameters; no tensor is read.
 
-    kinds: the kinds of state that the run restores, "weight" among them.
+    kinds: the kinds of state that the run restores, "weight" among them; a frozen parameter has no other.
+    without: names of parameters that the checkpoint need not have.
     """
-    parameters = list(named_specs(model))
+    parameters = [(spec, parameter) for spec, parameter in named_specs(model) if spec.name not in without]
     names = {spec.name for spec, _ in parameters}
     unknown = (name for name in checkpoint.parameters if name not in names)
     raise_problems(
@@ -270,5 +280,5 @@ def check_shapes(checkpoint: Checkpoint, model: nn.Module, *, kinds: Sequence[St
     checkpoint.check(
         StateFragment(spec, kind, 0, spec.numel, parameter.detach().view(-1))
         for spec, parameter in parameters
-        for kind in kinds
+        for kind in (kinds if spec.trainable else ("weight",))
     )

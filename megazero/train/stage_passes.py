@@ -185,7 +185,9 @@ class StagePasses:
 
     def _run_backward(self, action: Action, gradient: Tensor | None) -> None:
         self._context.ledger.phase("backward")
-        torch.autograd.backward(self._roots.pop(_key(action)), gradient)
+        root = self._roots.pop(_key(action), None)
+        if root is not None:  # a stage whose parameters are all frozen may have nothing to differentiate
+            torch.autograd.backward(root, gradient)
         entered = self._inputs.pop(_key(action), None)
         if entered is not None:
             assert entered.gradient is not None, f"{action} has come to the input"

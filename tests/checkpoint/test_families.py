@@ -1,11 +1,13 @@
 """Tests that models of every family go to transformers and come back: the same logits there, the same bits here."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import reference
 from support.checkpoints import run_config, save_checkpoint
 from support.families import FAMILIES as SETTINGS
@@ -14,7 +16,7 @@ from support.training import shape_of
 from torch import Tensor
 
 from megazero.checkpoint.families import FAMILIES, family_of
-from megazero.checkpoint.huggingface import CONFIG_FILE, INDEX_FILE, export_model, full_shapes, read_model
+from megazero.checkpoint.huggingface import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, export_model, full_shapes, read_model
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.config.model import ModelConfig
 from megazero.errors import CheckpointError
@@ -198,3 +200,30 @@ def test_families_are_told_apart() -> None:
         "llama",
     ]
     assert set(FAMILIES) == {"gpt2", "llama", "mistral", "qwen2", "qwen3", "bloom", "falcon"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "falcon"])
+def test_adapters_are_merged(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = replace(model_of(name), lora_rank=3, lora_alpha=5.0, lora_targets=("linear_qkv", "linear_fc2"))
+    weights = save_checkpoint(tmp_path / "run", run_config(model), vocab_size=VOCAB, tp=2)
+    assert sum(".adapter." in each for each in weights) >= 4 * model.num_layers
+    export_model(open_checkpoint(tmp_path / "run"), model, tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64).eval()
+    expected = reference.logits(weights, IDS, shape_of(model))
+    # Rotary positions and ALiBi are tables in float32 there.
+    exact = name in ("gpt2", "falcon")
+    rtol, atol = (1e-9, 1e-10) if exact else (1e-4, 1e-5)
+    torch.testing.assert_close(theirs(IDS).logits.detach(), expected, rtol=rtol, atol=atol)
+    plain = {each: value for each, value in weights.items() if ".adapter." not in each}
+    assert (reference.logits(plain, IDS, shape_of(model)) - expected).abs().max() > 0.01
+
+
+def test_sums_of_merged_weights_are_rounded_once(tmp_path: Path) -> None:
+    model = replace(model_of("gpt2"), lora_rank=3)
+    weights = save_checkpoint(tmp_path / "run", run_config(model), vocab_size=VOCAB, tp=1)
+    export_model(open_checkpoint(tmp_path / "run"), model, tmp_path / "hf", dtype=torch.bfloat16)
+    name = "layers.0.mlp.up"
+    expected = reference.adapted(weights, 1.0)[f"{name}.weight"].bfloat16().T
+    found = load_file(tmp_path / "hf" / WEIGHTS_FILE)["transformer.h.0.mlp.c_fc.weight"]
+    assert torch.equal(found, expected)

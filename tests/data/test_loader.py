@@ -27,8 +27,8 @@ class Counting:
     def __init__(self, broken: int = 10**9) -> None:
         self.broken = broken
 
-    def loss_mask(self, k: int) -> None:
-        """Every token is learnt."""
+    def loss_mask(self, k: int) -> NDArray[np.uint8] | None:
+        return None
 
     def sample(self, k: int) -> NDArray[np.int64]:
         if k >= self.broken:
@@ -281,3 +281,19 @@ def test_steps_of_growing_sizes_take_the_same_samples_in_the_same_order(prefetch
                 for whole in [[row for piece in batch.micro_batches for row in piece.tokens[:, 0].tolist()]]
             ]
             assert [[piece.tokens[0, 0].item() for piece in rest.micro_batches] for rest in rests] == expected
+
+
+class Learnt(Counting):
+    """A counting source of which an odd sample's tokens are learnt from its second label on, and all of an even one."""
+
+    def loss_mask(self, k: int) -> NDArray[np.uint8] | None:
+        return np.array([1, 0, 1, 1], np.uint8) if k % 2 else None
+
+
+def test_the_mask_of_a_position_is_that_of_its_label() -> None:
+    (piece,) = build_step_batch(Learnt(), 5, BatchLayout(2, 2)).micro_batches
+    assert piece.loss_mask is not None and piece.loss_mask.dtype == torch.float32
+    assert piece.loss_mask.tolist() == [[0, 1, 1], [1, 1, 1]]
+    (piece,) = build_step_batch(Learnt(), 5, BatchLayout(2, 2, masked_token=7)).micro_batches
+    assert piece.loss_mask is not None
+    assert piece.loss_mask.tolist() == [[0, 1, 0], [1, 0, 1]], "neither after an input that does not count"

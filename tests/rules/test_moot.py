@@ -266,6 +266,11 @@ RUN_CASES = (
     Case("split", "90,5,5", NOTICE, OWN_CORPORA, CORPUS),
     Case("mmap_bin_files", False, NOTICE, {}, OWN_CORPORA),
     Case("mmap_bin_files", False, NOTICE, REMOTE, CORPUS),
+    Case("zero_quantized_nontrainable_weights", True, ERROR, STAGE_3, {**STAGE_3, "lora_rank": 2, "load": "base"}),
+    Case("lora_alpha", 4.0, ERROR, {}, {"lora_rank": 2, "load": "base"}),
+    Case("lora_dropout", 0.1, ERROR, {}, {"lora_rank": 2, "load": "base"}),
+    Case("lora_targets", ("linear_qkv",), ERROR, {}, {"lora_rank": 2, "load": "base"}),
+    Case("lora_random_base", True, ERROR, {}, {"lora_rank": 2}),
     Case("answer_loss_mask", "on", ERROR, {}, CORPUS),
     Case("data_cache_path", "cache", NOTICE, {}, REMOTE),
     Case("data_cache_path", "cache", NOTICE, OWN_CORPORA, {**OWN_CORPORA, "valid_data_path": ["s3://bucket/b"]}),
@@ -357,7 +362,7 @@ CASES = (*SHARED_CASES, *RUN_CASES)
 # Settings whose effect no other setting takes away.
 _EFFECTIVE = """
 num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size vocab_size
-make_vocab_size_divisible_by hidden_dropout attention_dropout init_method_std norm_epsilon
+make_vocab_size_divisible_by lora_rank hidden_dropout attention_dropout init_method_std norm_epsilon
 untie_embeddings_and_output_weights kv_channels group_query_attention position_embedding_type normalization
 qk_layernorm embed_layernorm swiglu squared_relu disable_bias_linear
 micro_batch_size global_batch_size train_iters train_samples train_tokens seed
@@ -389,7 +394,6 @@ UNREAD: Mapping[str, object] = MappingProxyType(
         "leaf_module_classes": ["Experts"],
         "leaf_module_names": ["layers.0"],
         "leaf_module_name_suffixes": ["experts"],
-        "zero_quantized_nontrainable_weights": True,
     }
 )
 

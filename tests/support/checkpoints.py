@@ -1,5 +1,6 @@
 """Checkpoints of small models for tests that only read them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,8 +13,8 @@ from megazero.config.engine_sections import OptimizerConfig, PrecisionConfig
 from megazero.config.model import ModelConfig
 from megazero.config.run import DataConfig, RunConfig, TrainingConfig
 from megazero.config.yaml_file import to_yaml
-from megazero.model.initial_values import initialize_
-from megazero.parallel.param_spec import StateFragment, named_specs
+from megazero.model.initial_values import fill_initial_, initialize_
+from megazero.parallel.param_spec import Init, StateFragment, named_specs
 
 
 class Axis:
@@ -45,6 +46,9 @@ def save_checkpoint(root: Path, config: RunConfig, *, vocab_size: int, tp: int, 
         axis = context(Axis(rank, tp), dtype=torch.float64)
         model = build_gpt(config.model, axis, vocab_size=vocab_size, divisible_by=8)
         initialize_(model, seed)
+        for spec, parameter in named_specs(model):
+            if spec.name.endswith("lora_B.weight"):  # as trained ones are, not zero
+                fill_initial_(parameter.detach().view(-1), replace(spec, init=Init("normal", 0.3)), seed)
         ranks.append(pieces(model))
         for spec, parameter in named_specs(model):
             if spec.is_counted_on({"tp": rank}):

@@ -15,6 +15,7 @@ What is there decides on the model: without a norm's bias it is an RMSNorm, with
     layers.{i}.attention.query.weight [n, d, h]  grouped queries, in place of qkv, with .key_value.weight [2, g, d, h]
     layers.{i}.attention.query_norm.weight [d]   norms of every head's queries, with .key_norm, of its keys
     layers.{i}.mlp.up.weight [2, f, h]           SwiGLU
+    NAME.adapter.lora_A.weight [r, in]           an adapter of the layer NAME, with .lora_B.weight [*out, r]
 
 `Shape` has the rest.  Attention is the naive softmax of an S x S matrix; AdamW, clipping and the learning-rate schedule
 are written out.
@@ -37,7 +38,7 @@ class Shape(NamedTuple):
 
     positions: "rope" or "alibi", or "" without positions beside learned ones.  rotated: the elements of a head that
     rotary positions turn.  interpolation: what their frequencies are divided by.  stretch: the factor of Llama 3.1's
-    scaling; None: there is none.
+    scaling; None: there is none.  adapters: what the products of adapters are multiplied by.
     """
 
     epsilon: float = 1e-5
@@ -47,6 +48,7 @@ class Shape(NamedTuple):
     interpolation: float = 1.0
     stretch: float | None = None
     squares: bool = False
+    adapters: float = 1.0
 
 
 GPT2 = Shape()
@@ -142,6 +144,7 @@ def decayed(name: str) -> bool:
 
 def logits(weights: Mapping[str, Tensor], tokens: Tensor, shape: Shape = GPT2) -> Tensor:
     """Return the logits [B, S, V] of token ids [B, S]."""
+    weights = adapted(weights, shape.adapters)
     word = weights["embedding.word.weight"]
     x = word[tokens]
     if "embedding.position.weight" in weights:
@@ -155,6 +158,16 @@ def logits(weights: Mapping[str, Tensor], tokens: Tensor, shape: Shape = GPT2) -
         x = x + _feed_forward(here, _norm(here, "post_attention_norm", x, shape.epsilon), shape)
     x = _norm(weights, "final_norm", x, shape.epsilon)
     return torch.einsum("bsh,vh->bsv", x, weights.get("head.weight", word))
+
+
+def adapted(weights: Mapping[str, Tensor], scale: float) -> Weights:
+    """Return the weights of a model without adapters that computes the same: W + scale B A of each layer with one."""
+    found = {name: value for name, value in weights.items() if ".adapter." not in name}
+    for name in [name for name in weights if name.endswith(".adapter.lora_A.weight")]:
+        layer = name.removesuffix(".adapter.lora_A.weight")
+        thin, other = weights[name], weights[f"{layer}.adapter.lora_B.weight"]
+        found[f"{layer}.weight"] = found[f"{layer}.weight"] + scale * torch.einsum("...r,ri->...i", other, thin)
+    return found
 
 
 def _documents_logits(weights: Mapping[str, Tensor], batch: Batch, shape: Shape) -> Tensor:

@@ -285,7 +285,10 @@ def reference_history(prefix: str, steps: int = STEPS, *, late_from: int | None 
         factors=dict.fromkeys(INPUT_AND_OUTPUT, (config.optimizer.decoupled_lr or LR) / LR),
         late_from=late_from,
     )
-    return train(first_weights(config), batches, recipe, shape_of(config.model))
+    weights = first_weights(config)
+    if config.model.lora_rank:
+        recipe = replace(recipe, frozen=frozenset(name for name in weights if ".adapter." not in name))
+    return train(weights, batches, recipe, shape_of(config.model))
 
 
 def shape_of(model: ModelConfig) -> Shape:
@@ -299,6 +302,7 @@ def shape_of(model: ModelConfig) -> Shape:
         interpolation=model.rotary_seq_len_interpolation_factor,
         stretch=model.rope_scaling_factor if model.use_rope_scaling else None,
         squares=model.squared_relu,
+        adapters=(model.lora_alpha or model.lora_rank) / (model.lora_rank or 1),
     )
 
 

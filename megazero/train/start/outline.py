@@ -50,7 +50,7 @@ def outline(config: RunConfig, world_size: int, inputs: RunInputs, *, source: Pa
     yield (
         f"model: {counted(model.num_layers, 'layer')} of width {model.hidden_size},"
         f" {counted(model.num_attention_heads, 'head')}{_kind(model)}; {count:,} parameters ({format_count(count)});"
-        " vocabulary"
+        f"{_trained(model)} vocabulary"
         f" {inputs.vocab_size}, padded to {padded}"
     )
     data = config.data
@@ -63,6 +63,14 @@ def outline(config: RunConfig, world_size: int, inputs: RunInputs, *, source: Pa
     start = "initial weights" if source is None else f"{source}{', its parameters alone' * config.checkpoint.finetune}"
     saved = "nothing is saved" if config.checkpoint.save is None else f"saves to {config.checkpoint.save}"
     yield f"start: from {start}; {saved}"
+
+
+def _trained(model: ModelConfig) -> str:
+    """Return how many parameters are trained, where it is not all."""
+    if not model.lora_rank:
+        return ""
+    count = derived.num_adapter_parameters(model)
+    return f" {count:,} of them in adapters of rank {model.lora_rank}, which alone are trained;"
 
 
 def _kind(model: ModelConfig) -> str:
