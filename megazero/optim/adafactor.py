@@ -131,7 +131,8 @@ class Adafactor(OfEngine):
         weights, direction = ((figures[0] / numel).sqrt() for figures in inputs.figures)
         length = weights.clamp(min=options["eps"][1]) * count.rsqrt().clamp(max=lr)
         length = length / (direction / options["d"]).clamp(min=1.0)
-        length = (length if options.get("maximize") else -length).to(run.master.dtype)
+        length = length if options.get("maximize") else -length
+        length = length.to(torch.promote_types(run.master.dtype, torch.float32))
         if options["weight_decay"] != 0:
             run.master.mul_(1 - lr * options["weight_decay"])
         for part, each in self._directions(run, inputs, buffers):

@@ -116,6 +116,11 @@ class ZeroPlan:
         """
         return self.separates_master(self.optimizer.home) or self.separates_master(Home.DEVICE)
 
+    @property
+    def averages_dtype(self) -> torch.dtype:
+        """The format of an optimizer's averages of rows and columns: a bf16 one would soon take no small share."""
+        return torch.promote_types(self.optimizer.dtype, torch.float32)
+
     def share_at(self, home: Home) -> float:
         """Return the part of the optimizer's elements, master weights and moments, that live in a home."""
         away = 0.0 if self.optimizer.home is Home.DEVICE else self.share_at_home
@@ -282,7 +287,7 @@ def model_state_bytes(
         parameters=parameters.get(home, 0) * plan.parameter.itemsize,
         gradients=(numel if resident else reduced) * plan.gradient.itemsize,
         master=owned * plan.optimizer.itemsize if plan.separates_master(home) else 0,
-        moments=(optimizer.num_moments * owned + averages) * plan.optimizer.itemsize,
+        moments=optimizer.num_moments * owned * plan.optimizer.itemsize + averages * plan.averages_dtype.itemsize,
     )
 
 

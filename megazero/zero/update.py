@@ -163,7 +163,7 @@ class ShardUpdate:
         if self._measuring is not None:
             parameters = shards.updated_parameters()
             self._whole_figures = WholeFigures([each.spec for each in parameters], mesh)
-            self._measuring.begin(parameters, shards.plan.optimizer.dtype, device)
+            self._measuring.begin(parameters, shards.plan.averages_dtype, device)
             for tensor in self._measuring.own_memory:
                 shards.ledger.tag(tensor, "moments")
 

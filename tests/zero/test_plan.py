@@ -85,6 +85,9 @@ def test_averages_of_rows_and_columns_are_whole_on_every_device() -> None:
     for stage in range(4):
         found = model_state_bytes(plan_of(stage), 1 << 13, 2, optimizer=shape)
         assert (found.moments, found.master) == (4 * 50, model_state_bytes(plan_of(stage), 1 << 13, 2).master)
+    config = make_run(zero_stage=1, precision="bf16", bf16_master_weights=True)
+    narrow = resolve(config.zero, config.precision)
+    assert model_state_bytes(narrow, 1 << 13, 2, optimizer=shape).moments == 4 * 50, "in fp32 beside bf16 masters too"
     away = resolve(make_run(zero_stage=1, offload_optimizer="cpu").zero, make_run().precision)
     moments = [model_state_bytes(away, 1 << 13, 2, home, shape).moments for home in (Home.DEVICE, Home.HOST)]
     assert moments == [4 * 50, 0]
