@@ -29,6 +29,27 @@ class Fault(NamedTuple):
 
 PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
+        "planner/costs.py",
+        "a ring over several nodes has one link between them, however many of its devices are on a node",
+        "rates.append(group.per_node * hardware",
+        "rates.append(hardware",
+        ("tests/planner/test_costs.py",),
+    ),
+    Fault(
+        "planner/timeline.py",
+        "a message does not wait for the one before it in its channel",
+        "        if before is not None and before is not self:\n            self._after.append(before)\n",
+        "",
+        ("tests/planner/test_timeline.py",),
+    ),
+    Fault(
+        "planner/seconds.py",
+        "the stages between the ends of a pipeline take their actions in the middle one's order",
+        "known = [pieces.pop(action) for action in order if action in pieces]",
+        "known = [pieces.pop(action) for action in list(pieces)]",
+        ("tests/planner/test_seconds.py",),
+    ),
+    Fault(
         "optim/adafactor.py",
         "the averages of columns are not divided by the mean of those of their own matrix's rows",
         "mean = rows.mean(factors.row_dims, keepdim=True) if factors.row_dims else rows",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megazero.planner.hardware import Hardware
 from megazero.planner.seconds import StepTime
@@ -77,25 +78,38 @@ class Forecast:
     def _times(self, band: Band, factor: float) -> Band:
         return Band(band.value * factor, band.low * factor, band.high * factor)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures; each that is expected to be off has its range: [value, low, high]."""
+        figures = {
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_per_device": self.tflops_per_device,
+            "mfu": self.mfu,
+        }
+        training = {"seconds": self.seconds, "device_hours": self.device_hours, "kilowatt_hours": self.kilowatt_hours}
+        figures |= training if self.total_tokens else {}
+        found: dict[str, Any] = {name: [band.value, band.low, band.high] for name, band in figures.items()}
+        told = {"tokens": self.tokens, "total_tokens": self.total_tokens, "binding": self.step.binding}
+        return {**found, **told, "shares": self.step.shares(), "parts_seconds": self.step.parts()}
+
     def lines(self) -> Iterator[str]:
         """Yield the forecast as text, a figure a line."""
         error = f"{100 * self.hardware.error:.0f} %"
         yield f"machine          {self.hardware.name}, {self.devices} devices; {self.hardware.source}"
         yield f"step             {_seconds(self.step_seconds)} (error expected: {error})"
-        rate = self.tokens_per_second
-        yield f"tokens/s         {rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f})"
+        yield f"tokens/s         {_range(self.tokens_per_second)}"
         mfu, tflops = self.mfu, self.tflops_per_device
         between = f"{100 * mfu.low:.1f} to {100 * mfu.high:.1f}"
-        yield f"TFLOP/s a device {tflops.value:,.1f}, MFU {100 * mfu.value:.1f} % ({between})"
+        yield f"TFLOP/s a device {_rounded(tflops.value)}, MFU {100 * mfu.value:.1f} % ({between})"
         shares = [(kind, share) for kind, share in self.step.shares().items() if share >= _LEAST_SHOWN]
         yield "the step is      " + ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares)
         yield f"what binds       {self.step.binding}"
         if self.total_tokens:
             yield f"{self.total_tokens:,} tokens: {_seconds(self.seconds)}"
             hours, energy = self.device_hours, self.kilowatt_hours
-            yield f"device-hours     {hours.value:,.0f} ({hours.low:,.0f} to {hours.high:,.0f})"
+            yield f"device-hours     {_range(hours)}"
             if self.hardware.watts:
-                yield f"energy           {energy.value:,.0f} kWh ({energy.low:,.0f} to {energy.high:,.0f})"
+                yield f"energy, kWh      {_range(energy)}"
 
 
 def _seconds(band: Band) -> str:
@@ -103,6 +117,10 @@ def _seconds(band: Band) -> str:
     unit, factor = next((name, factor) for name, factor, least in _UNITS if band.value >= least * factor)
     value, low, high = (_rounded(figure / factor) for figure in (band.value, band.low, band.high))
     return f"{value} {unit} ({low} to {high})"
+
+
+def _range(band: Band) -> str:
+    return f"{_rounded(band.value)} ({_rounded(band.low)} to {_rounded(band.high)})"
 
 
 def _rounded(figure: float) -> str:

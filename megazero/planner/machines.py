@@ -8,7 +8,8 @@ Peaks, memory, links and watts are those of the makers' data sheets, dense and o
     h200        the same node with H200-SXM-141GB: 4.8 TB/s
     gb200       NVIDIA GB200 NVL72: 72 Blackwell GPUs of one NVLink domain, which is the node here; 2,500 TFLOP/s,
                 186 GB, 8 TB/s, 900 GB/s, 72 x 400 Gbit/s, 120 kW
-    cpu         two cores of a small cloud machine, two processes; measured by `megazero plan --calibrate`
+    cpu         two processes on two cores of a small virtual machine (AMD EPYC), a thread each; rounded from what
+                `megazero plan --calibrate` found on one that did other work too, so calibrate your own
 
 What a kernel reaches of them is an estimate of this project, the same for every model and layout: products come to a
 share of the peak that grows with their size, up to what large ones reach in public measurements (790 TFLOP/s of bf16
@@ -64,6 +65,9 @@ def _memory(rate: float, *, host: float) -> dict[str, Curve]:
     shares = ((2**16, 0.02), (2**20, 0.25), (2**24, 0.75), (2**28, 0.9))
     return {"memory": Curve(tuple((size, share * rate) for size, share in shares)), "host": constant(host)}
 
+
+# Bytes a second of a CPU's links: gloo over the machine's own network, memory, and files.
+_CPU_LINKS = (("inside", 1e9), ("across", 1e9), ("host", 5e9), ("disk", 0.5e9))
 
 MACHINES: Mapping[str, Hardware] = MappingProxyType(
     {
@@ -160,6 +164,31 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             fused=0.5,
             links=_links(700, 45, 180, 6, microseconds=(3, 7)),
             overlap_cost=0.1,
+        ),
+        "cpu": Hardware(
+            name="cpu",
+            source="rounded from a calibration of a small virtual machine (megazero/planner/machines.py)",
+            device="cpu",
+            devices_per_node=2,
+            memory_bytes=12 * 10**9,
+            host_memory_bytes=24 * 10**9,
+            host_seconds=20e-6,
+            matrix={
+                "fp64": Matrix(42e9, Curve(((32, 10e9), (128, 40e9), (1024, 40e9)))),
+                "fp32": Matrix(88e9, Curve(((32, 20e9), (128, 85e9), (1024, 80e9)))),
+                "bf16": Matrix(88e9, Curve(((32, 10e9), (128, 40e9), (1024, 60e9)))),
+            },
+            kernels={
+                "memory": Curve(((2**14, 10e9), (2**18, 60e9), (2**22, 60e9), (2**25, 15e9))),
+                "functions": Curve(((2**14, 2.5e9), (2**18, 5e9))),
+                "norms": Curve(((2**14, 2.5e9), (2**18, 15e9), (2**22, 20e9), (2**25, 12e9))),
+                "reductions": Curve(((2**14, 3e9), (2**18, 25e9), (2**22, 35e9), (2**25, 13e9))),
+                "optimizer": Curve(((2**16, 14e9), (2**20, 60e9), (2**24, 60e9), (2**27, 30e9))),
+                "attention": Curve(((16, 6e9), (64, 20e9), (1024, 20e9))),
+            },
+            links={kind: Link(0.2e-3, constant(rate)) for kind, rate in _CPU_LINKS},
+            overlap_cost=1.0,
+            error=0.5,
         ),
     }
 )

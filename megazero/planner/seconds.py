@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
+from megazero.comm.mesh import ACTIVATIONS, GRADIENTS
 from megazero.planner.costs import collective_seconds, copy_seconds, file_seconds, group_of, kernel_seconds
 from megazero.planner.hardware import Hardware
 from megazero.planner.timeline import BETWEEN_STAGES, Enter, HostWork, Send, StageTime, Step, Wait, merged, simulate
@@ -299,9 +300,11 @@ class _Maker:
             away = ranks.index(event.peer) - ranks.index(self._trace.rank) if event.peer is not None else 0
             other = (self._stage + away) % self._job.stages
             pair = (self._stage, other) if event.collective == "send" else (other, self._stage)
-            key = self._numbered(("pair", channel.axis, event.channel, pair), event.collective)
+            # Links have channels in turn, so that the middle stage's may have another name than another stage's.
+            carried = GRADIENTS if event.channel.startswith(GRADIENTS) else ACTIVATIONS
+            key = self._numbered(("pair", carried, pair), event.collective)
             is_receive = event.collective == "receive"  # posted ahead: it needs nothing of this device
-            lane = f"{event.channel} {pair}"
+            lane = f"{carried} {pair}"
             return Send(number, lane, seconds, BETWEEN_STAGES, host, key, 2, needs_device=not is_receive)
         ends = self._stages_of(event.channel)
         if len(ends) == 1:

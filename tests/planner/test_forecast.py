@@ -43,3 +43,12 @@ def test_the_text_names_shares_and_what_binds() -> None:
     assert "tokens/s         500,000 (400,000 to 625,000)" in lines
     assert not any("energy" in line or "device-hours" in line for line in forecast().lines())
     assert "2,000 ms (1,600 to 2,500)" in text
+
+
+def test_the_same_figures_as_json() -> None:
+    found = forecast(total_tokens=10**12).to_json()
+    assert found["tokens_per_second"] == [500_000, 400_000, 625_000]
+    assert found["device_hours"][0] == pytest.approx(2e6 * 64 / 3600)
+    assert found["binding"] == "products"
+    assert found["shares"] == {"products": 0.5, "memory": 0.25, "idle at the end": 0.25}
+    assert "device_hours" not in forecast().to_json()

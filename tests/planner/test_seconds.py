@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.each import each
 
+from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, channel_key, channel_keys
 from megazero.pipeline import schedule as module
 from megazero.pipeline import timeline
 from megazero.pipeline.passes import with_exchanges
@@ -125,7 +126,9 @@ def events_of(actions: Sequence[Action], stage: int, stages: int, seconds: dict[
                 receives[way, action.micro_batch, action.chunk] = len(events)
             else:
                 sends.append(len(events))
-            events.append(message(f"pp_{way}", "receive" if is_receive else "send", peer))
+            link = min(stage, peer) if abs(stage - peer) == 1 else stages - 1
+            name = channel_key(ACTIVATIONS if way == "f" else GRADIENTS, link, stages)
+            events.append(message(name, "receive" if is_receive else "send", peer))
             continue
         way = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.INPUT_GRADIENT: "b"}.get(action.kind, "")
         number = receives.get((way, action.micro_batch, action.chunk))
@@ -150,7 +153,7 @@ def test_stages_between_do_what_the_middle_one_does_in_their_own_order(name: str
     durations = {Kind.FORWARD: 2, Kind.BACKWARD: 5, Kind.INPUT_GRADIENT: 3, Kind.WEIGHT_GRADIENT: 2}
     stages = shape.num_stages
     actions = [with_exchanges(module.schedule(name, shape, stage), shape, stage) for stage in range(stages)]
-    channels = {f"pp_{way}": Channel("pp", tuple(range(stages)), (0,) * stages) for way in "fb"}
+    channels = dict.fromkeys(channel_keys(stages), Channel("pp", tuple(range(stages)), (0,) * stages))
     ranks = tuple(
         RankTrace(
             stage,
@@ -195,7 +198,7 @@ def test_processes_that_share_cores_are_faster_while_another_waits() -> None:
     """Two stages, of which one works at a time, on one core: each has all of it."""
     shape = Shape(2, 1)
     actions = [with_exchanges(module.schedule("1f1b", shape, stage), shape, stage) for stage in range(2)]
-    channels = {f"pp_{way}": Channel("pp", (0, 1), (0, 0)) for way in "fb"}
+    channels = dict.fromkeys(channel_keys(2), Channel("pp", (0, 1), (0, 0)))
     durations = {Kind.FORWARD: 10, Kind.BACKWARD: 20}
     ranks = tuple(
         RankTrace(
