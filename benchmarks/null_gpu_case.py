@@ -29,9 +29,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megazero.config.derived import vocab_rows
 from megazero.config.run import RunConfig
 from megazero.parallel.launch import Launch
-from megazero.train.build import padded_vocab_size
 from megazero.train.step import StepControls, training_step
 
 WARM_STEPS = 3
@@ -179,7 +179,7 @@ def measure(config: RunConfig, world_size: int, device: torch.device) -> dict[st
                 "layers": model.num_layers,
                 "width": model.hidden_size,
                 "length": model.seq_length,
-                "vocabulary": padded_vocab_size(config, steps.core.model.vocab_size),
+                "vocabulary": vocab_rows(config, steps.core.model.vocab_size),
                 "parameters": sum(parameter.numel() for parameter in steps.core.model.parameters()),
             }
             found["block_bytes"] = sum(sum(graph.values()) for graph in blocks.graphs) + sum(eager.values())

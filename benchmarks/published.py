@@ -53,6 +53,14 @@ _PATHS = {
     **{"vocab-file": "vocab.json", "merge-file": "merges.txt", "tokenizer-model": "pieces.model"},
     "tokenizer-name-or-path": "pieces.model",
     **{"save": "saved", "load": "saved", "tensorboard-dir": "figures", "data-cache-path": "cache"},
+    **{f"{split}-weighted-split-paths-path": "groups.txt" for split in ("train", "valid", "test")},
+    **{"data-args-path": "words.txt", "per-split-data-args-path": "splits.json"},
+}
+# What is in those files that say which corpora are read.
+_LISTS = {
+    "groups.txt": '"all: 1 0:1 text_document"',
+    "words.txt": "text_document",
+    "splits.json": '{"train": "text_document", "valid": "text_document", "test": "text_document"}',
 }
 # Takes the place of launchers: notes its words, and the DeepSpeed configuration that they name; runs `bash -c`.
 _STAND_IN = """#!/bin/bash
@@ -195,8 +203,8 @@ def expand(script: Path, folder: Path) -> list[Call]:
 def _read_call(path: Path) -> Call | None:
     """Return the call that a stand-in has noted; None if it starts another program."""
     words = path.read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
-    # A whole command line may be one word.
-    words = [part for word in words for part in ([word] if " " not in word else _split(word))]
+    # A whole command line may be one word, and so may several flags; a group of corpora is one.
+    words = [part for word in words for part in (_split(word) if " --" in word else [word])]
     start = next((place for place, word in enumerate(words) if _PROGRAM.search(word)), None)
     if start is None:
         return None
@@ -305,6 +313,8 @@ def tried(root: Path) -> Iterator[Record]:
         place = Path(name)
         for ending in ("text_document.bin", "text_document.idx", "vocab.json", "merges.txt", "pieces.model"):
             (place / ending).touch()
+        for ending, text in _LISTS.items():
+            (place / ending).write_text(text, encoding="utf-8")
         for path in (path for path in files.values() if path.suffix != ".json"):
             calls = expand(path, root / path.relative_to(root).parts[0])
             if not calls:

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from support import broken_files
 from support.launch import SMALL_RUN, command_line, read_steps, run_here, set_launcher
 from support.source_tree import ROOT
+from support.token_files import write_corpus
 
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.command_line.parse import from_yaml
+from megazero.data.position import Stretch
 from megazero.owner import Owner
 
 Capture = pytest.CaptureFixture[str]
@@ -73,6 +75,31 @@ def test_a_run_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: pytest.Mo
     assert run_here(flags(through), monkeypatch) == 0
     expected = read_steps(through / "steps")
     assert [step["loss"] for step in resumed.values()] == [step["loss"] for step in expected.values()]
+
+
+def test_a_run_goes_on_with_other_corpora_length_and_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Its place in the corpora is in its checkpoints; what it has read of them is not read again."""
+    first, second = (
+        write_corpus(tmp_path / name, [[[(step * token) % 100 for token in range(3000)]]])
+        for name, step in (("first", 1), ("second", 3))
+    )
+    length = {"mock_data": None, "max_position_embeddings": "16", "split": "1"}
+    assert run_here(flags(tmp_path, **length, data_path=first), monkeypatch) == 0
+    assert open_checkpoint(tmp_path / "saved").progress["corpora"]["start"] == 0  # type: ignore[index,call-overload]
+    others = {"data_path": f"0.5 {first} 0.5 {second}", "seq_length": "8", "global_batch_size": "16"}
+    assert run_here(flags(tmp_path, **length, **others, train_iters="6"), monkeypatch) == 0
+    assert (
+        "another mixture from sample 32 on, of 8 tokens in place of 16: 1 of 2 corpora go on where they were left,"
+        " 1 begin; 0 are read no more\n" in capsys.readouterr().out
+    )
+    checkpoint = open_checkpoint(tmp_path / "saved")
+    place = Stretch.from_json(checkpoint.progress["corpora"])  # type: ignore[arg-type]
+    assert (place.start, place.seq_length, checkpoint.progress["consumed_samples"]) == (32, 8, 64)
+    assert sorted(reading[2:] for reading in place.readings.values()) == [(8, 0, 0, 0), (16, 0, 32, 0)]
+    assert run_here(flags(tmp_path, **length, **others, seed="9"), monkeypatch) == 2
+    assert "--seed 9" in capsys.readouterr().err
 
 
 def test_a_finished_run_has_nothing_left_to_do(

@@ -16,6 +16,7 @@ from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, SECTIONS
 from megazero.config.values import RawValue
+from megazero.dialects.corpus_files import FILES
 from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, PUBLISHED, REFUSED, SHORTHANDS
 
 
@@ -110,7 +111,7 @@ def build_parser(groups: Collection[str] = GROUPS, *, whole: bool = True) -> arg
     for info in FIELDS:
         group = targets.get(info.section) if whole or info.name not in FOR_DEEPSPEED else None
         _add(group, parser, spellings(info), metavar_of(info), help_text(info))
-    foreign = [f"--{name}" for name in (*SHORTHANDS, *ACCEPTED, *FIXED, *FOLLOWING, *REFUSED)]
+    foreign = [f"--{name}" for name in (*SHORTHANDS, *FILES, *ACCEPTED, *FIXED, *FOLLOWING, *REFUSED)]
     _add(None, parser, foreign, "", "")
     return parser
 

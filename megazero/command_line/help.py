@@ -19,6 +19,7 @@ from megazero.config.model import ModelConfig
 from megazero.config.presets import PRESETS
 from megazero.config.run import FIELDS
 from megazero.config.values import shown
+from megazero.dialects.corpus_files import FILES
 from megazero.dialects.deepspeed import keys
 from megazero.dialects.deepspeed.run import PARAMS_OF_RUN
 from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, INSTEAD, REFUSED, SHORTHANDS
@@ -91,6 +92,9 @@ def _of_flag(name: str) -> str:
         target = f"--{short.field.replace('_', '-')}"
         rest = f"; beside {target} {' or '.join(short.gives_way_to)} it adds nothing" if short.gives_way_to else ""
         return f"{flag}: short for {target} {short.value}{rest}."
+    if name in FILES:
+        set_by_it = ", ".join(f"--{setting.replace('_', '-')}" for setting in FILES[name].settings)
+        return f"{flag} FILE: sets {set_by_it} to what is in a file of {FILES[name].form}."
     if name == FLAG.removeprefix("--"):
         return f"{HELP}."
     for table in (SOURCES, QUESTIONS):

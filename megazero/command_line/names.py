@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from megazero.config.fields import FieldInfo
 from megazero.config.run import FIELDS
+from megazero.dialects.corpus_files import FILES
 from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, REFUSED, SHORTHANDS
 
 # {flag that names a source of settings, or how its settings count: (form of its value, what it does)}
@@ -90,7 +91,7 @@ def spellings(info: FieldInfo) -> list[str]:
 def own_names() -> list[str]:
     """Return the names that do something here, settings first, without the two dashes."""
     settings = [flag.removeprefix("--") for info in FIELDS for flag in spellings(info)]
-    return [*settings, *SHORTHANDS, *SOURCES, "processes", *QUESTIONS]
+    return [*settings, *SHORTHANDS, *FILES, *SOURCES, "processes", *QUESTIONS]
 
 
 def all_names() -> list[str]:

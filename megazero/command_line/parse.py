@@ -27,6 +27,7 @@ from megazero.config.run import FIELDS, RunConfig
 from megazero.config.validate import INFO, Outcome, Unknown, build, parse_value
 from megazero.config.values import ParsedValue, RawValue, as_boolean, as_number, coerce
 from megazero.config.yaml_file import read_file, read_text
+from megazero.dialects.corpus_files import FILES, read_corpora
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.dialects.deepspeed.reading import read as read_deepspeed
 from megazero.dialects.deepspeed.reading import read_file as read_deepspeed_file
@@ -293,7 +294,7 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
     settings = {flag.removeprefix("--"): info for info in FIELDS for flag in spellings(info)}
     here: dict[str, RawValue] = {}
     shorthands = []
-    for item in map(_with_own_value, _with_own_tokenizer(gathered, raw)):
+    for item in map(_with_own_value, _with_own_tokenizer(gathered, _with_listed_corpora(gathered, raw))):
         name = item.flag_name
         if name in settings:
             _take_setting(gathered, here, settings[name], item)
@@ -310,6 +311,21 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
         if implied is not None and implied.field not in gathered.settings.keys() | gathered.broken.keys():
             value = coerce(INFO[implied.field], implied.value)
             gathered.put(implied.field, ParsedValue(implied.field, value, item.source, item.origin))
+
+
+def _with_listed_corpora(gathered: _Gathered, raw: Iterable[RawValue]) -> list[RawValue]:
+    """Return one source with the settings in files that list corpora in place of the flags that name these."""
+    items: list[RawValue] = []
+    for item in raw:
+        if item.flag_name not in FILES:
+            items.append(item)
+            continue
+        try:
+            items.extend(read_corpora(item))
+        except ConfigError as error:
+            gathered.problems.extend(error.problems)
+            gathered.unknown.update(FILES[item.flag_name].settings)
+    return items
 
 
 def _with_own_tokenizer(gathered: _Gathered, raw: Sequence[RawValue]) -> list[RawValue]:

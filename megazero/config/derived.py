@@ -80,6 +80,18 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel_siz
     return -(-vocab_size // multiple) * multiple
 
 
+def vocab_rows(config: RunConfig, vocab_size: int) -> int:
+    """Return the rows of the run's embedding over all tensor-parallel ranks."""
+    given = config.model.pad_vocab_size_to
+    if given is not None:
+        return given
+    return padded_vocab_size(
+        vocab_size,
+        divisible_by=config.model.make_vocab_size_divisible_by,
+        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+    )
+
+
 def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of parameters of the whole model, without the padding of the vocabulary.
 

@@ -103,6 +103,13 @@ class ModelConfig:
         unit="ids",
         ge=1,
     )
+    pad_vocab_size_to: int | None = setting(
+        None,
+        help="ids that the vocabulary is padded to, over all tensor-parallel processes; without it,"
+        " make_vocab_size_divisible_by says",
+        unit="ids",
+        ge=2,
+    )
     hidden_dropout: float = setting(
         0.1, help="dropout after the embedding and before each residual addition", unit="probability", ge=0, lt=1
     )

@@ -186,6 +186,18 @@ class DataConfig:
     test_data_path: tuple[str, ...] = setting(
         (), help="the same for the evaluation on test data, beside --train-data-path"
     )
+    train_weighted_split_paths: tuple[str, ...] = setting(
+        (),
+        help='a group of parts of corpora for training, instead of --data-path: "NAME: WEIGHT START:END PREFIX, WEIGHT'
+        ' START:END PREFIX", START and END being shares of a corpus from 0 to 1',
+    )
+    valid_weighted_split_paths: tuple[str, ...] = setting(
+        (),
+        help="groups of parts of corpora in the same form; each is evaluated by itself and reported by its name",
+    )
+    test_weighted_split_paths: tuple[str, ...] = setting(
+        (), help="the same for the evaluation on test data, beside --train-weighted-split-paths"
+    )
     data_skip_samples: tuple[str, ...] = setting(
         (), help="spans A-B of training samples that are passed over, A and B included, counted from 0"
     )
@@ -213,6 +225,29 @@ class DataConfig:
     )
     tiktoken_num_special_tokens: int = setting(
         1000, help="TikTokenizer: special tokens in front of the ranks of a JSON list", unit="tokens", ge=7
+    )
+    fim_data: bool = setting(
+        False,
+        help="rearrange samples so that the model learns to fill in the middle of a text: documents become prefix,"
+        " suffix, middle with tokens in front of each; by the run's tokenizer, which must have these tokens",
+    )
+    fim_rate: float = setting(0.5, help="share of documents in samples that are rearranged", ge=0, le=1)
+    fim_spm_rate: float = setting(
+        0.5, help="share of these in the order suffix, prefix, middle, the others prefix, suffix, middle", ge=0, le=1
+    )
+    fim_split_sample: str | None = setting(
+        None, help="token between parts of a document, such as files of a repository, which are rearranged one by one"
+    )
+    fim_fragment_rate: float | None = setting(
+        None, help="share of such parts that are rearranged, in documents that are; without it, fim_rate", ge=0, le=1
+    )
+    fim_no_prefix: str | None = setting(None, help="leave text as it is that begins with this")
+    fim_prefix_token: str = setting("<fim_prefix>", help="token in front of a prefix")
+    fim_middle_token: str = setting("<fim_middle>", help="token in front of a middle")
+    fim_suffix_token: str = setting("<fim_suffix>", help="token in front of a suffix")
+    fim_pad_token: str = setting("<fim_pad>", help="token that fills what has become shorter")
+    fim_eod_token: str | None = setting(
+        None, help="token at which samples are cut into documents; without it, the tokenizer's end of a document"
     )
     num_workers: int = setting(
         2, help="steps whose batches are read ahead in the background; 0 reads them when needed", unit="steps", ge=0

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.config.corpora import WeightedPrefix
 from megazero.data.samples import Samples
 from megazero.errors import DataError, Problem
 from megazero.rules.files import DATA_PATH
@@ -31,13 +32,6 @@ class Choice(NamedTuple):
 
     corpus: int
     sample: int  # its number within the corpus: the number of earlier samples from there
-
-
-class WeightedPrefix(NamedTuple):
-    """A corpus of a mixture; its weight is None if it is mixed in proportion to its size."""
-
-    prefix: str
-    weight: Fraction | None
 
 
 class _Node(NamedTuple):
@@ -66,28 +60,44 @@ class Blend:
             side, index = (side.left, left) if left_after > left else (side.right, index - left)
         return Choice(side, index)
 
+    def counts(self, m: int) -> list[int]:
+        """Return how many of the first m samples come from each corpus."""
+        found: dict[int, int] = {}
+        sides: list[tuple[_Node | int, int]] = [(self._tree, m)]
+        for side, count in sides:
+            if isinstance(side, _Node):
+                left = _rounded(count, side.share)
+                sides += [(side.left, left), (side.right, count - left)]
+            else:
+                found[side] = count
+        return [found[corpus] for corpus in sorted(found)]
+
 
 class BlendedSamples:
-    """Samples of several corpora, mixed by weight."""
+    """Samples of several corpora, mixed by weight from sample `start` on."""
 
-    def __init__(self, sources: Sequence[Samples], weights: Sequence[Fraction | int]) -> None:
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[Fraction | int], *, start: int = 0) -> None:
         assert len({source.seq_length for source in sources}) == 1, "corpora of a mixture share one sequence length"
         self._sources = tuple(sources)
         self._blend = Blend(weights)
+        self._start = start
 
     @property
     def seq_length(self) -> int:
         """The number of inputs in a sample."""
         return self._sources[0].seq_length
 
+    def _choose(self, k: int) -> Choice:
+        return self._blend.choose(k - self._start)
+
     def sample(self, k: int) -> NDArray[np.int64]:
         """Return sample k of the mixture: int64 [seq_length + 1]."""
-        corpus, number = self._blend.choose(k)
+        corpus, number = self._choose(k)
         return self._sources[corpus].sample(number)
 
     def loss_mask(self, k: int) -> NDArray[np.uint8] | None:
         """Return which tokens of sample k are learnt: uint8 [seq_length + 1]; None: all of them."""
-        corpus, number = self._blend.choose(k)
+        corpus, number = self._choose(k)
         return self._sources[corpus].loss_mask(number)
 
 

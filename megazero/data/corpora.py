@@ -1,19 +1,25 @@
 """Opens the corpora of a run, checks them against the vocabulary, and makes samples of them.
 
 Either --data-path names corpora that --split cuts into three, or each split has corpora of its own, read whole
-(--train-data-path, --valid-data-path, --test-data-path).
+(--train-data-path, --valid-data-path, --test-data-path), or groups of parts of corpora
+(--train-weighted-split-paths, ...), of which every held-out one is a set of samples by itself.
 
 Opening reads headers, indexes and sidecars and reports the problems of all corpora at once, so it can be done before
 processes join.  A split is checked only when its samples are used: an empty test split is legal in a run without tests.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megazero.data.blend import BlendedSamples, WeightedPrefix, parse_data_path
+from megazero.config.corpora import GROUPS, CorpusGroup, WeightedPrefix
+from megazero.data.blend import BlendedSamples, parse_data_path
 from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
+from megazero.data.position import Part, Stretch, stretch_at
+from megazero.data.reading import Reading
 from megazero.data.samples import SPLIT_NAMES, Samples, SampleSource, Split, parse_split, split_sequences
 from megazero.data.sidecar import (
     Sidecar,
@@ -30,6 +36,8 @@ from megazero.rules.files import DATA_PATH, DEFAULT_SPLIT
 from megazero.units import counted
 
 MEASURED_TOKENS = 1 << 24
+# The first and last tokens of a part of a corpus by which it is recognised.
+KEY_TOKENS = 1024
 _MASK = "--answer-loss-mask"
 _WHOLE_SEQUENCES = "--split deals out whole documents, or sequences of --split-documents, one at least to what is read"
 
@@ -40,11 +48,28 @@ class _Corpus(NamedTuple):
     mask: IndexedDataset | None = None
 
 
+class TextSet(NamedTuple):
+    """The mixture of one set of samples.
+
+    split: "train", "valid" or "test".  group: the name of a group of corpora, "" for another mixture.
+    """
+
+    split: str
+    group: str
+    mixture: tuple[WeightedPrefix, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the set among those of a run: "train", "valid", or "valid NAME" for a group."""
+        return self.split if self.split == "train" else f"{self.split} {self.group}".strip()
+
+
 class Corpora:
     """The opened corpora of a run.
 
     data_path: the values of the flag ("PREFIX", or weights and prefixes).  split: "969,30,1".
     own_paths: the values of the flags of splits' own corpora, by the split's name; they replace the two others.
+    groups: groups of parts of corpora, by the split's name; they replace all others, and --split.
     masks: "on" requires a mask of every corpus, "auto" opens those that sidecars tell of, "off" none.
     Raises DataError with the problems of every corpus.
     """
@@ -55,18 +80,23 @@ class Corpora:
         *,
         split: str = DEFAULT_SPLIT,
         own_paths: Mapping[str, Sequence[str]] | None = None,
+        groups: Mapping[str, Sequence[CorpusGroup]] | None = None,
         access: Access = PLAIN_ACCESS,
         masks: str = "auto",
     ) -> None:
-        self._split: tuple[str, Split] | None = None if own_paths else (split, parse_split(split))
-        if own_paths:
+        self._split: tuple[str, Split] | None = None if own_paths or groups else (split, parse_split(split))
+        self._in_groups = bool(groups)
+        if groups:
+            sets = [TextSet(split, name, parts) for split, found in groups.items() for name, parts in found]
+        elif own_paths:
             paths = {name: path for name, path in own_paths.items() if path}
-            self._mixtures = {name: parse_data_path(path, own_flag(name)) for name, path in paths.items()}
+            sets = [TextSet(name, "", parse_data_path(path, own_flag(name))) for name, path in paths.items()]
         else:
-            self._mixtures = dict.fromkeys(SPLIT_NAMES, parse_data_path(data_path))
+            sets = [TextSet(name, "", parse_data_path(data_path)) for name in SPLIT_NAMES]
+        self.sets: Mapping[str, TextSet] = {each.name: each for each in sets}
         self._corpora: dict[str, _Corpus] = {}
         problems: list[Problem] = []
-        for prefix in dict.fromkeys(weighted.prefix for mixture in self._mixtures.values() for weighted in mixture):
+        for prefix in dict.fromkeys(weighted.prefix for each in sets for weighted in each.mixture):
             try:
                 dataset = IndexedDataset(prefix, access)
                 sidecar = read_sidecar(dataset)
@@ -106,16 +136,16 @@ class Corpora:
             return None
         return sum(sidecar.text_bytes for sidecar in known) / tokens
 
-    def split_bytes_per_token(self, split: str) -> float | None:
-        """Return the bytes of text that a token of "train", "valid" or "test" stands for, by the mixture's weights.
+    def split_bytes_per_token(self, name: str) -> float | None:
+        """Return the bytes of text that a token of a set ("train", "valid NAME") stands for, by the mixture's weights.
 
         A loss of x nats a token is x / ln 2 / bytes_per_token bits a byte.  None when a sidecar is missing or there is
-        no token.  Counted over the split's tokens that are learnt, of the first MEASURED_TOKENS of a corpus at most.
+        no token.  Counted over the set's tokens that are learnt, of the first MEASURED_TOKENS of a corpus at most.
         """
         ratios, shares = [], []
-        for weighted in self._mixtures[split]:
+        for weighted in self.sets[name].mixture:
             dataset, sidecar, mask = self._corpora[weighted.prefix]
-            sequences = self._sequences(dataset, split)
+            sequences = self._sequences(self.sets[name], weighted)
             start, stop = dataset.sequence_start(sequences.start), dataset.sequence_start(sequences.stop)
             if sidecar is None or start == stop:
                 return None
@@ -126,9 +156,15 @@ class Corpora:
             shares.append(float(weighted.weight or stop - start))
         return sum(share * ratio for share, ratio in zip(shares, ratios, strict=True)) / sum(shares)
 
-    def is_given(self, split: str) -> bool:
-        """Return True if a split has a share of the corpora, or corpora of its own."""
-        return bool(self._split[1][SPLIT_NAMES.index(split)]) if self._split else split in self._mixtures
+    @property
+    def is_cut(self) -> bool:
+        """True if --split cuts the corpora; False if each set has corpora of its own."""
+        return self._split is not None
+
+    def held_out(self) -> list[TextSet]:
+        """Return the sets of validation and test: those with a share of the corpora, or corpora of their own."""
+        shares = dict(zip(SPLIT_NAMES, self._split[1], strict=True)) if self._split else {}
+        return [each for each in self.sets.values() if each.split != "train" and shares.get(each.split, 1)]
 
     def vocabulary_problems(
         self, vocab_size: int, tokenizer: TokenizerSpec | None = None, eod: int | None = None
@@ -154,50 +190,110 @@ class Corpora:
                 problems.append(Problem(given, "one id ends documents", "the files the corpus was made with"))
         return problems
 
-    def samples(self, split: str, *, seq_length: int, seed: int, vocab_size: int) -> Samples:
-        """Return the samples of "train", "valid" or "test".
+    def training(
+        self, saved: Mapping[str, Any] | None, number: int, *, seq_length: int, seed: int, vocab_size: int
+    ) -> tuple[Samples, Stretch]:
+        """Return the samples of training and the stretch of the run that sample `number` lies in.
+
+        saved: the stretch of the checkpoint that the run goes on from, None for a new run.  Raises DataError, with
+        counts, if a corpus has no sample there.
+        """
+        chosen = self.sets["train"]
+        whole, problems = self._sources(chosen, seq_length=seq_length, seed=seed, vocab_size=vocab_size, readings={})
+        raise_problems(DataError, problems)
+        keys = self._keys(chosen)
+        weights = [Fraction(weighted.weight or source.samples_per_epoch) for weighted, source in whole]
+        parts = [
+            Part(key, weight, source.num_tokens) for key, weight, (_, source) in zip(keys, weights, whole, strict=True)
+        ]
+        stretch = stretch_at(number, parts, seq_length, None if saved is None else Stretch.from_json(saved))
+        readings = {place: stretch.readings[key] for place, key in enumerate(keys)}
+        placed, _ = self._sources(chosen, seq_length=seq_length, seed=seed, vocab_size=vocab_size, readings=readings)
+        sources = [source for _, source in placed]
+        if len(sources) == 1 and not stretch.start:
+            return sources[0], stretch
+        return BlendedSamples(sources, weights, start=stretch.start), stretch
+
+    def _keys(self, chosen: TextSet) -> list[str]:
+        """Return a key for the part of each corpus, made of its size and of its first and last tokens."""
+        keys: list[str] = []
+        for weighted in chosen.mixture:
+            dataset, sequences = self._corpora[weighted.prefix].dataset, self._sequences(chosen, weighted)
+            start, stop = dataset.sequence_start(sequences.start), dataset.sequence_start(sequences.stop)
+            digest = hashlib.blake2b(f"{len(sequences)} {stop - start}".encode(), digest_size=8)
+            for first, last in ((start, min(start + KEY_TOKENS, stop)), (max(stop - KEY_TOKENS, start), stop)):
+                digest.update(dataset.tokens(first, last).astype("<i8").tobytes())
+            key = digest.hexdigest()
+            again = sum(known.startswith(key) for known in keys)
+            keys.append(f"{key}#{again}" if again else key)
+        return keys
+
+    def samples(self, name: str, *, seq_length: int, seed: int, vocab_size: int) -> Samples:
+        """Return the samples of a set: "train", "valid", "test", or "valid NAME" for a group.
 
         Raises DataError, with counts, if a corpus has none there.
         """
-        mixture = self._mixtures[split]
+        found, problems = self.samples_there(name, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
+        raise_problems(DataError, problems)
+        assert found is not None, "a mixture has a corpus"
+        return found
+
+    def samples_there(
+        self, name: str, *, seq_length: int, seed: int, vocab_size: int
+    ) -> tuple[Samples | None, list[Problem]]:
+        """Return the samples of a set without the corpora that have none there, and these corpora's problems."""
+        chosen = self.sets[name]
+        found, problems = self._sources(chosen, seq_length=seq_length, seed=seed, vocab_size=vocab_size, readings={})
+        return (_mixed(found) if found else None), problems
+
+    def _sources(
+        self, chosen: TextSet, *, seq_length: int, seed: int, vocab_size: int, readings: Mapping[int, Reading]
+    ) -> tuple[list[tuple[WeightedPrefix, SampleSource]], list[Problem]]:
+        """Return the corpora of a set that have samples, and the problems of the others.
+
+        readings: where to begin in a corpus, by its number in the mixture.
+        """
         # Each split of each corpus has a separate stream, so that their orders differ.
-        first_stream = SPLIT_NAMES.index(split) * max(map(len, self._mixtures.values()))
-        sources: list[SampleSource] = []
+        first_stream = SPLIT_NAMES.index(chosen.split) * max(len(each.mixture) for each in self.sets.values())
+        found: list[tuple[WeightedPrefix, SampleSource]] = []
         problems: list[Problem] = []
-        for number, weighted in enumerate(mixture):
+        for number, weighted in enumerate(chosen.mixture):
             dataset, _, mask = self._corpora[weighted.prefix]
             try:
                 source = SampleSource(
                     dataset,
-                    sequences=self._sequences(dataset, split),
+                    sequences=self._sequences(chosen, weighted),
                     seq_length=seq_length,
                     seed=seed,
                     vocab_size=vocab_size,
                     stream=first_stream + number,
                     mask=mask,
+                    reading=readings.get(number),
                 )
-                sources.append(source)
+                found.append((weighted, source))
             except DataError as error:
-                problems.extend(self._without_samples(dataset, split, problem) for problem in error.problems)
-        raise_problems(DataError, problems)
-        return _mixed(mixture, sources)
+                problems.extend(self._without_samples(dataset, chosen, weighted, problem) for problem in error.problems)
+        return found, problems
 
     def describe(self) -> list[str]:
-        """Return a line for every corpus: counts, and sequences by split."""
+        """Return a line for every corpus: counts, and sequences by set."""
         return [
             f"{dataset.name}: {counted(dataset.num_documents, 'document')}, {dataset.num_tokens} tokens; sequences "
             + ", ".join(
-                f"{split} {len(self._sequences(dataset, split))}"
-                for split, mixture in self._mixtures.items()
-                if any(weighted.prefix == prefix for weighted in mixture)
+                f"{each.name} {len(self._sequences(each, weighted))}"
+                for each in self.sets.values()
+                for weighted in each.mixture
+                if weighted.prefix == prefix
             )
             for prefix, (dataset, _, _) in self._corpora.items()
         ]
 
-    def _sequences(self, dataset: IndexedDataset, split: str) -> range:
-        if self._split is None:
-            return range(dataset.num_sequences)
-        return split_sequences(dataset.num_sequences, self._split[1])[SPLIT_NAMES.index(split)]
+    def _sequences(self, chosen: TextSet, weighted: WeightedPrefix) -> range:
+        """Return the sequences of a corpus that belong to a set."""
+        count = self._corpora[weighted.prefix].dataset.num_sequences
+        if self._split is not None:
+            return split_sequences(count, self._split[1])[SPLIT_NAMES.index(chosen.split)]
+        return range(round(weighted.start * count), round(weighted.stop * count))
 
     def _known_sidecars(self) -> list[tuple[str, Sidecar]]:
         return [(prefix, sidecar) for prefix, (_, sidecar, _) in self._corpora.items() if sidecar]
@@ -216,16 +312,20 @@ class Corpora:
             != (known[0][1].tokenizer_type, known[0][1].tokenizer_files)
         ]
 
-    def _without_samples(self, dataset: IndexedDataset, split: str, problem: Problem) -> Problem:
+    def _without_samples(
+        self, dataset: IndexedDataset, chosen: TextSet, weighted: WeightedPrefix, problem: Problem
+    ) -> Problem:
         if self._split is None:
-            return Problem(f"{own_flag(split)}: {problem.given}", problem.rule, problem.legal)
+            flag = f"--{GROUPS[chosen.split].replace('_', '-')}" if self._in_groups else own_flag(chosen.split)
+            part = f" {chosen.group}, {weighted.start:g}:{weighted.stop:g} of {dataset.num_sequences}" * self._in_groups
+            return Problem(f"{flag}{part}: {problem.given}", problem.rule, problem.legal)
         text, shares = self._split
         ranges = split_sequences(dataset.num_sequences, shares)
         counts = ", ".join(f"{name} {len(part)}" for name, part in ranges._asdict().items())
         origin = " (the default)" if text == DEFAULT_SPLIT else ""
         whole = counted(dataset.num_sequences, "sequence")
-        given = f"--split {text}{origin}: {split} has no sample; of {whole}: {counts}"
-        if len(ranges[SPLIT_NAMES.index(split)]) > 0:
+        given = f"--split {text}{origin}: {chosen.split} has no sample; of {whole}: {counts}"
+        if len(ranges[SPLIT_NAMES.index(chosen.split)]) > 0:
             return Problem(f"{given}; {problem.given}", problem.rule, problem.legal)
         return Problem(f"{given}; {dataset.name}", _WHOLE_SEQUENCES, _legal_split(dataset.num_sequences))
 
@@ -264,12 +364,12 @@ def own_flag(split: str) -> str:
     return f"--{split}{DATA_PATH[1:]}"
 
 
-def _mixed(mixture: Sequence[WeightedPrefix], sources: Sequence[SampleSource]) -> Samples:
+def _mixed(found: Sequence[tuple[WeightedPrefix, SampleSource]]) -> Samples:
     """Mix the sources; corpora without a weight count by their size."""
+    sources = [source for _, source in found]
     if len(sources) == 1:
         return sources[0]
-    pairs = zip(mixture, sources, strict=True)
-    return BlendedSamples(sources, [weighted.weight or source.samples_per_epoch for weighted, source in pairs])
+    return BlendedSamples(sources, [weighted.weight or source.samples_per_epoch for weighted, source in found])
 
 
 def _legal_split(num_sequences: int) -> str:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.permutation import Epochs
+from megazero.data.reading import Reading
 from megazero.errors import DataError, Problem
 from megazero.rules.files import split_shares
 from megazero.units import counted
@@ -103,6 +104,7 @@ class SampleSource:
 
     stream: a number for each corpus (or split) of one run, so that their orders differ.
     mask: the corpus of the tokens' mask, of the same shape; None where every token is learnt.
+    reading: where sample 0 is, in place of the beginning of this stream.
     Raises DataError when the range holds no whole sample, and, while reading, for a token outside the vocabulary.
     """
 
@@ -116,6 +118,7 @@ class SampleSource:
         vocab_size: int,
         stream: int = 0,
         mask: IndexedDataset | None = None,
+        reading: Reading | None = None,
     ) -> None:
         self._dataset = dataset
         self._mask = mask
@@ -126,7 +129,11 @@ class SampleSource:
         self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
         if self.samples_per_epoch == 0:
             raise _no_sample(self, dataset.name, len(sequences))
-        self._order = Epochs(self.samples_per_epoch, (seed, stream))
+        at = self._at = reading or Reading(stream, self.num_tokens, seq_length)
+        self._order = Epochs(self.samples_per_epoch, (seed, at.stream))
+        self._rest, self._first = at.rest(seq_length), at.first(seq_length)
+        # The order of the epoch that was cut into samples of another length.
+        self._begun = Epochs(max(at.epoch_size(at.length), 1), (seed, at.stream))
 
     @property
     def seq_length(self) -> int:
@@ -135,24 +142,45 @@ class SampleSource:
 
     def sample(self, k: int) -> NDArray[np.int64]:
         """Return sample k of the run: int64 [seq_length + 1]."""
-        start = self._start + self._order[k] * self._seq_length
-        tokens = self._dataset.tokens(start, start + self._seq_length + 1).astype(np.int64)
-        # As an unsigned number a negative one is larger than any vocabulary.
-        if tokens.view(np.uint64).max() >= self._vocab_size:
-            raise self._outside_vocabulary(start, tokens)
-        return tokens
+        found = [self._tokens(start, stop) for start, stop in self._pieces(k)]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def loss_mask(self, k: int) -> NDArray[np.uint8] | None:
         """Return which tokens of sample k are learnt, 1 or 0: uint8 [seq_length + 1]; None without a mask."""
         if self._mask is None:
             return None
-        start = self._start + self._order[k] * self._seq_length
-        mask: NDArray[np.uint8] = self._mask.tokens(start, start + self._seq_length + 1)
-        if mask.max() > 1:
-            document, position = self._mask.locate(start + int(np.argmax(mask > 1)))
-            given = f"{self._mask.name}: document {document}, position {position}: {mask.max()}"
-            raise DataError(Problem(given, "a mask holds 1 for a token that is learnt, and 0 for any other"))
-        return mask
+        found = []
+        for start, stop in self._pieces(k):
+            mask: NDArray[np.uint8] = self._mask.tokens(start, stop)
+            if mask.max() > 1:
+                document, position = self._mask.locate(start + int(np.argmax(mask > 1)))
+                given = f"{self._mask.name}: document {document}, position {position}: {mask.max()}"
+                raise DataError(Problem(given, "a mask holds 1 for a token that is learnt, and 0 for any other"))
+            found.append(mask)
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _pieces(self, k: int) -> list[tuple[int, int]]:
+        """Return where in the corpus the tokens of a sample lie: (first, behind the last) of each piece."""
+        if k >= self._rest:
+            start = self._start + self._order[self._first + k - self._rest] * self._seq_length
+            return [(start, start + self._seq_length + 1)]
+        # What is left of an epoch, whose samples of another length lie end to end.
+        at, found, wanted = self._at, [], self._seq_length
+        block, inside = divmod(at.offset + k * self._seq_length, at.length)
+        while wanted:
+            start = self._start + self._begun[at.epoch * self._begun.size + at.taken + block] * at.length + inside
+            count = min(wanted, at.length - inside)
+            wanted, block, inside = wanted - count, block + 1, 0
+            # The last label is the token behind the last input in the corpus.
+            found.append((start, start + count + (not wanted)))
+        return found
+
+    def _tokens(self, start: int, stop: int) -> NDArray[np.int64]:
+        tokens = self._dataset.tokens(start, stop).astype(np.int64)
+        # As an unsigned number a negative one is larger than any vocabulary.
+        if tokens.view(np.uint64).max() >= self._vocab_size:
+            raise self._outside_vocabulary(start, tokens)
+        return tokens
 
     def _outside_vocabulary(self, start: int, tokens: NDArray[np.int64]) -> DataError:
         offset = int(np.argmax((tokens < 0) | (tokens >= self._vocab_size)))
@@ -172,10 +200,7 @@ class RemainingSamples:
     def __init__(self, source: Samples, skipped: Sequence[range]) -> None:
         assert all(a.stop <= b.start for a, b in pairwise(skipped)), f"spans ascend: {skipped}"
         self._source = source
-        lengths = accumulate(map(len, skipped), initial=0)
-        # The number of skipped samples before each remaining span, and that span's first number in the run.
-        self._behind = [*lengths]
-        self._firsts = [span.start - before for span, before in zip(skipped, self._behind, strict=False)]
+        self._skipped = tuple(skipped)
 
     @property
     def seq_length(self) -> int:
@@ -192,7 +217,16 @@ class RemainingSamples:
 
     def number(self, k: int) -> int:
         """Return the number in `source` of the remaining sample k."""
-        return k + self._behind[bisect_right(self._firsts, k)]
+        return skipping_number(k, self._skipped)
+
+
+def skipping_number(k: int, skipped: Sequence[range]) -> int:
+    """Return the number, among all samples, of the k-th that no span skips; spans ascend and don't overlap."""
+    lengths = accumulate(map(len, skipped), initial=0)
+    # The number of skipped samples before each remaining span, and that span's first number in the run.
+    behind = [*lengths]
+    firsts = [span.start - before for span, before in zip(skipped, behind, strict=False)]
+    return k + behind[bisect_right(firsts, k)]
 
 
 def _no_sample(source: SampleSource, prefix: str, num_sequences: int) -> DataError:

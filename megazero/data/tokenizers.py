@@ -79,6 +79,10 @@ class Tokenizer(Protocol):
         """Return the UTF-8 bytes of text that every id stands for [vocab_size]; 0 for eod and other signs."""
         ...
 
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the token of this name; None if there is none."""
+        ...
+
 
 @dataclass(frozen=True)
 class TokenizerSpec:
@@ -161,6 +165,10 @@ class ByteTokenizer:
         """Return 1 for every byte, 0 for eod."""
         return [1] * self.eod + [0]
 
+    def token_id(self, name: str) -> int | None:
+        """Return eod for <|endoftext|>; bytes have no names."""
+        return self.eod if name == END_OF_TEXT else None
+
 
 class Gpt2BpeTokenizer:
     """A tokenizer by byte-level BPE, in GPT-2's two files."""
@@ -196,6 +204,10 @@ class Gpt2BpeTokenizer:
         for token, number in self._vocab.items():
             sizes[number] = 0 if number == self.eod else len(token)
         return sizes
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the token of this name; None if there is none."""
+        return self._vocab.get(name)
 
 
 class SentencePieceTokenizer:
@@ -235,6 +247,11 @@ class SentencePieceTokenizer:
     def token_bytes(self) -> list[int]:
         """Return the bytes of every piece; U+2581 in a piece is a space."""
         return [self._piece_bytes(number) for number in range(self.vocab_size)]
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the piece of this name; None if there is none."""
+        number: int = self._model.piece_to_id(name)
+        return number if self._model.id_to_piece(number) == name else None
 
     def _piece_bytes(self, number: int) -> int:
         model = self._model
@@ -292,6 +309,10 @@ class JsonTokenizer:
             sizes[number] = 0 if added.special or number == self.eod else len(added.content.encode())
         return sizes
 
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the token of this name; None if there is none."""
+        return self._vocab.get(name)
+
 
 class RankTokenizer:
     """A tokenizer by a file of ranks, as tiktoken is."""
@@ -327,6 +348,11 @@ class RankTokenizer:
     def token_bytes(self) -> list[int]:
         """Return the bytes of every token, 0 for special tokens and ids that stand for nothing."""
         return [len(self._vocabulary.tokens.get(number, b"")) for number in range(self.vocab_size)]
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the token of this name; None if there is none."""
+        number: int | None = self._tokenizer.token_to_id(name)
+        return number
 
 
 def _text_bytes(token: str) -> int:

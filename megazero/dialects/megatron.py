@@ -78,6 +78,8 @@ _PUBLISHED = (
     " use-checkpoint-lr-scheduler use-checkpoint-opt-param-scheduler vocab-file weight-decay record-memory-history"
     " memory-snapshot-path wandb-exp-name wandb-entity wandb-save-dir num-query-groups rotary-base rotary-percent"
     " rotary-position-embeddings-theta rotary-seq-len-interpolation-factor tiktoken-pattern"
+    " make-vocab-size-divisible-by fim-rate fim-spm-rate fim-split-sample fim-fragment-rate fim-no-prefix"
+    " fim-prefix-token fim-middle-token fim-suffix-token fim-pad-token fim-eod-token"
 )
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
@@ -147,24 +149,6 @@ class Following:
     instead: Callable[[RunConfig, int], str]
 
 
-def _padded_to(config: RunConfig) -> int:
-    """Return the rows of the padded vocabulary; while its size is unknown, what it is padded to a multiple of."""
-    parallel, model = config.parallel, config.model
-    return derived.padded_vocab_size(
-        model.vocab_size or 1,
-        divisible_by=model.make_vocab_size_divisible_by,
-        tensor_parallel_size=parallel.tensor_model_parallel_size,
-    )
-
-
-def _padding(config: RunConfig, rows: int) -> str:
-    degree, size = config.parallel.tensor_model_parallel_size, config.model.vocab_size or 1
-    if rows % degree or rows < size:
-        least = -(-size // degree) * degree
-        return f"a multiple of --tensor-model-parallel-size {degree}, at least {least}"
-    return f"--make-vocab-size-divisible-by {rows // degree}"
-
-
 def _chunk_length(config: RunConfig, chunks: int) -> str:
     layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     if chunks < 1 or layers % (stages * chunks):
@@ -176,7 +160,6 @@ _VIRTUAL = Following(derived.num_virtual_chunks, _CHUNKS, _chunk_length)
 
 FOLLOWING: Mapping[str, Following] = MappingProxyType(
     {
-        "pad-vocab-size-to": Following(_padded_to, "padding follows --make-vocab-size-divisible-by alone", _padding),
         "virtual-pipeline-model-parallel-size": _VIRTUAL,
         "num-virtual-stages-per-pipeline-rank": _VIRTUAL,
     }
@@ -339,7 +322,6 @@ ACCEPTED: Mapping[str, str] = _rows(
 _MODEL = (
     "the model has what --normalization, --swiglu, --squared-relu and --position-embedding-type choose, and no more"
 )
-_CORPUS = "corpora are named by --data-path and --split, or by --train-data-path, --valid-data-path, --test-data-path"
 _SPLIT = "layers are shared out by what embedding and head cost, or as --pipeline-split says"
 _RESUMED = "a finished run, started again with --load, only evaluates"
 
@@ -371,11 +353,6 @@ REFUSED: Mapping[str, str] = _rows(
         (
             "it is another engine's flag; --zero-stage 3 partitions parameters",
             "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy",
-        ),
-        (
-            _CORPUS,
-            "data-args-path per-split-data-args-path train-weighted-split-paths-path valid-weighted-split-paths-path"
-            " train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths",
         ),
         ("settings are given anew; a saved run's resolved file can be given as --config", "use-checkpoint-args"),
         ("saving waits until the files are written", "async-save"),
@@ -435,12 +412,6 @@ INSTEAD: Mapping[str, str] = _rows(
         ("--swiglu", "glu-activation"),
         ("--config DIR/config.yaml", "use-checkpoint-args"),
         ("--load DIR --finetune", "reset-iteration no-load-lr-state"),
-        ("--data-path $(cat FILE)", "data-args-path"),
-        (
-            "--train-data-path WEIGHT PREFIX ... --valid-data-path WEIGHT PREFIX ...",
-            "per-split-data-args-path train-weighted-split-paths-path valid-weighted-split-paths-path"
-            " train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths",
-        ),
         ("--global-batch-size SAMPLES", "gas"),
         ("--zero-stage 3", "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy"),
         ("--recompute-num-layers N", "custom-recompute-layers-per-stage"),

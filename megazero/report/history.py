@@ -23,7 +23,8 @@ class History:
     """The figures of a run's steps, [n], NaN where the file has null; and its evaluations.
 
     figures: by the names of `SHOWN`.  peaks: [(iteration, the most memory of any rank)].  most_steps: that a figure is
-    the mean of.  evaluations: {split: [(iteration, loss)]}.  ranks: every rank's figures when they were taken last.
+    the mean of.  evaluations: {split, with the group's name if there are groups: [(iteration, loss)]}.  ranks: every
+    rank's figures when they were taken last.
     """
 
     iterations: NDArray[np.int64]
@@ -62,7 +63,8 @@ def _noted(records: Iterable[Mapping[str, Any]], notes: _Notes) -> Iterator[Mapp
     for record in records:
         if "evaluation" in record:
             evaluation = record["evaluation"]
-            found = notes.evaluations.setdefault(str(evaluation["split"]), [])
+            name = f"{evaluation['split']} {evaluation.get('group', '')}".strip()
+            found = notes.evaluations.setdefault(name, [])
             if found and found[-1][0] == evaluation["iteration"]:  # evaluated again, with other data perhaps
                 found.pop()
             found.append((evaluation["iteration"], _number(evaluation["loss"])))

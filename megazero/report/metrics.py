@@ -117,6 +117,7 @@ class Evaluation:
     """The loss on one split ("validation" or "test") after `iteration` steps.
 
     loss: in nats per token.  bytes_per_token: bytes of the corpus's text per token; None when it has no sidecar.
+    group: the name of the group of corpora that was evaluated, "" without groups.
     """
 
     iteration: int
@@ -124,6 +125,7 @@ class Evaluation:
     split: str
     loss: float
     bytes_per_token: float | None = None
+    group: str = ""
 
     @property
     def perplexity(self) -> float:

@@ -159,6 +159,7 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
         "iteration": evaluation.iteration,
         "consumed_samples": evaluation.consumed_samples,
         "split": evaluation.split,
+        **({"group": evaluation.group} if evaluation.group else {}),
         "loss": _finite(evaluation.loss),
         "perplexity": _finite(evaluation.perplexity),
         "bits_per_byte": None if bits is None else _finite(bits),

@@ -1,8 +1,8 @@
 """Summarises the outcome of a run, which is read from its metrics file, or from the file of its curves.
 
-The figures of interest are the first and the last *evaluation* of the validation split - before and after training -
-and the *pace*, tokens a second over all steps but the first, which includes warming up.  A file is of one run, whose id
-its lines carry.
+The figures of interest are the first and the last *evaluation* of the validation split (of its first group, where it
+has groups) - before and after training - and the *pace*, tokens a second over all steps but the first, which includes
+warming up.  A file is of one run, whose id its lines carry.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,7 +59,9 @@ def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
     num_steps, num_skipped, seconds, timed_seconds, timed_tokens = 0, 0, 0.0, 0.0, 0.0
     for record in records:
         if "evaluation" in record:
-            evaluations += [record["evaluation"]] if record["evaluation"]["split"] == "validation" else []
+            found = record["evaluation"]
+            is_first = not evaluations or found.get("group") == evaluations[0].get("group")
+            evaluations += [found] if found["split"] == "validation" and is_first else []
             continue
         if "step_seconds" not in record:
             continue

@@ -95,7 +95,8 @@ class ConsoleWriter:
             self._console.line("\n".join(metrics.part_times.lines()))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self._console.line(f"{evaluation.split} loss at iteration {evaluation.iteration} | " + _evaluation(evaluation))
+        title = f"{evaluation.split} {evaluation.group}".strip()
+        self._console.line(f"{title} loss at iteration {evaluation.iteration} | " + _evaluation(evaluation))
 
     def sample(self, iteration: int, prompt: str, continuation: str) -> None:
         self._console.line(f"sample at iteration {iteration} | {prompt!r} goes on {continuation!r}")
@@ -198,11 +199,12 @@ class TrackerWriter:
             self._tracker.scalars(by_machine, metrics.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        scalars = {f"loss/{evaluation.split}": evaluation.loss}
+        tag = f"loss/{evaluation.split}" + f"/{evaluation.group}" * bool(evaluation.group)
+        scalars = {tag: evaluation.loss}
         if self._config.log_validation_ppl_to_tensorboard:
-            scalars[f"loss/{evaluation.split}-perplexity"] = evaluation.perplexity
+            scalars[f"{tag}-perplexity"] = evaluation.perplexity
         if evaluation.bits_per_byte is not None:
-            scalars[f"loss/{evaluation.split}-bits-per-byte"] = evaluation.bits_per_byte
+            scalars[f"{tag}-bits-per-byte"] = evaluation.bits_per_byte
         self._tracker.scalars(scalars, evaluation.iteration, evaluation.consumed_samples)
 
     def sample(self, iteration: int, prompt: str, continuation: str) -> None:

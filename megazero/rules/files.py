@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megazero.config.corpora import FORM, GROUPS, group_problems
 from megazero.config.nearest import flags, neighbours
 from megazero.config.run import DataConfig, RunConfig
 from megazero.errors import Problem
@@ -18,18 +19,22 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 def corpus_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    given = [(flag, words) for flag, words in _paths(config.data).items() if words]
-    own = [flag for flag, _ in given if flag != DATA_PATH]
-    if config.data.mock_data and given:
+    data = config.data
+    given = [(flag, words) for flag, words in (*_paths(data).items(), *_groups(data).items()) if words]
+    own = [flag for flag, _ in given if flag in _paths(data) and flag != DATA_PATH]
+    groups = [flag for flag, _ in given if flag in _groups(data)]
+    cut = [f"{DATA_PATH} {' '.join(data.data_path)}"] if data.data_path else []
+    ways = [way for way in (cut, own, groups) if way]
+    if data.mock_data and given:
         corpora = " ".join(" ".join((flag, *words)) for flag, words in given)
         yield Problem(f"--mock-data and {corpora}", "there is one corpus", "one of the two")
-    if own and config.data.data_path:
+    if len(ways) > 1:
         yield Problem(
-            f"{DATA_PATH} {' '.join(config.data.data_path)} and {', '.join(own)}",
-            "one corpus is cut by --split, or every split has one of its own",
-            f"{DATA_PATH} alone, or no {DATA_PATH}",
+            " and ".join(", ".join(way) for way in ways),
+            "one corpus is cut by --split, or every split has one of its own, or groups of parts of corpora",
+            ", or ".join(f"{', '.join(way)} alone" for way in ways),
         )
-    if not config.data.mock_data and not given:
+    if not data.mock_data and not given:
         yield Problem(
             "neither --data-path nor --mock-data",
             "a run has a corpus",
@@ -38,17 +43,28 @@ def corpus_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem
 
 
 def own_corpora_are_whole(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    own = [flag for flag, words in _paths(config.data).items() if words and flag != DATA_PATH]
-    if own and not config.data.train_data_path:
-        yield Problem(
-            f"{', '.join(own)} without --train-data-path", "training has a corpus too", "--train-data-path PREFIX"
-        )
-    if config.data.train_data_path and not config.data.valid_data_path and config.training.eval_iters:
-        yield Problem(
-            f"--train-data-path with --eval-iters {config.training.eval_iters}",
-            "evaluation needs a corpus of its own where training has one",
-            "--valid-data-path PREFIX, --eval-iters 0",
-        )
+    """Check that training and, if there is any, validation have corpora where one split has its own."""
+    own = {flag: words for flag, words in _paths(config.data).items() if flag != DATA_PATH}
+    for paths, form in ((own, "PREFIX"), (_groups(config.data), f"{FORM}")):
+        train, valid, _ = paths
+        given = [flag for flag, words in paths.items() if words]
+        if given and not paths[train]:
+            yield Problem(f"{', '.join(given)} without {train}", "training has a corpus too", f"{train} {form}")
+        if paths[train] and not paths[valid] and config.training.eval_iters:
+            yield Problem(
+                f"{train} with --eval-iters {config.training.eval_iters}",
+                "evaluation needs a corpus of its own where training has one",
+                f"{valid} {form}, --eval-iters 0",
+            )
+
+
+def groups_are_read(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    for flag, words in _groups(config.data).items():
+        yield from group_problems(flag, words)
+    train = config.data.train_weighted_split_paths
+    if len(train) > 1:
+        flag = next(iter(_groups(config.data)))
+        yield Problem(f"{flag} with {len(train)} groups", "training has one group of corpora", f"{flag} {FORM}")
 
 
 def mixture_has_weights(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -72,6 +88,11 @@ def _paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
         "--valid-data-path": data.valid_data_path,
         "--test-data-path": data.test_data_path,
     }
+
+
+def _groups(data: DataConfig) -> dict[str, tuple[str, ...]]:
+    """Return the values of all flags that name groups of corpora, by flag: training's, validation's, the test's."""
+    return {f"--{name.replace('_', '-')}": getattr(data, name) for name in GROUPS.values()}
 
 
 def weight_of(text: str) -> float | None:
@@ -112,7 +133,7 @@ def split_is_shares(config: RunConfig, world_size: int) -> Iterator[Problem]:
 def split_has_what_is_read(config: RunConfig, world_size: int) -> Iterator[Problem]:
     split = config.data.split or DEFAULT_SPLIT
     shares = split_shares(split)
-    if shares is None or config.data.mock_data:
+    if shares is None or not config.data.data_path:
         return
     if not shares[0]:
         yield Problem(f"--split {split}", "training has a share of the corpus", f"--split {DEFAULT_SPLIT}")
@@ -145,6 +166,11 @@ def skipped_spans_ascend(config: RunConfig, world_size: int) -> Iterator[Problem
                 f"spans from {before + 1} on, or this one before the others",
             )
         before = max(before, span.stop - 1 if span else before)
+
+
+def fill_in_has_text(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.data.fim_data and config.data.mock_data:
+        yield Problem("--fim-data with --mock-data", "made-up tokens are no text", "--data-path PREFIX")
 
 
 def mock_data_has_a_vocabulary(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -197,9 +223,11 @@ CORPUS_RULES = (
     corpus_is_given_once,
     own_corpora_are_whole,
     mixture_has_weights,
+    groups_are_read,
     split_is_shares,
     split_has_what_is_read,
     skipped_spans_ascend,
+    fill_in_has_text,
     mock_data_has_a_vocabulary,
     tokenizer_has_its_files,
 )

@@ -18,10 +18,11 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from megazero.config import derived
 from megazero.config.choices import OptimizerChoice, SchedulerChoice, changed_params
+from megazero.config.corpora import corpus_words
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ReportConfig, ZeroConfig
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
 from megazero.config.origin import Origin
-from megazero.config.run import FIELDS, DataConfig, RunConfig
+from megazero.config.run import FIELDS, RunConfig
 from megazero.config.schedules import RATE_SETTINGS
 from megazero.config.validate import Unknown
 from megazero.config.values import Diagnostics, ParsedValue, shown
@@ -553,29 +554,28 @@ def _no_graph_has_several_blocks(config: RunConfig) -> str:
     return ""
 
 
-def _words_of_paths(data: DataConfig) -> tuple[str, ...]:
-    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    return tuple(word for path in paths for word in path)
-
-
 def _splits_nothing(config: RunConfig) -> str:
     data = config.data
     if data.mock_data:
         return "made-up tokens have no documents to share out"
+    if data.data_path:
+        return ""
+    if data.train_weighted_split_paths:
+        return "every corpus of a group has a part of its own"
     own = data.train_data_path or data.valid_data_path or data.test_data_path
-    return "a split's own corpus is used whole" if own and not data.data_path else ""
+    return "a split's own corpus is used whole" if own else ""
 
 
 def _maps_nothing(config: RunConfig) -> str:
     if config.data.mock_data:
         return "made-up tokens lie in no file"
-    prefixes = [word for word in _words_of_paths(config.data) if weight_of(word) is None]
+    prefixes = [word for word in corpus_words(config.data) if weight_of(word) is None]
     remote = prefixes and all("://" in prefix for prefix in prefixes)
     return "tokens in an object store are always read by ranges" if remote else ""
 
 
 def _caches_nothing(config: RunConfig) -> str:
-    remote = not config.data.mock_data and any("://" in word for word in _words_of_paths(config.data))
+    remote = not config.data.mock_data and any("://" in word for word in corpus_words(config.data))
     return "" if remote else "only the indexes of corpora in object stores (s3://...) are kept there"
 
 
@@ -625,6 +625,10 @@ RUN: tuple[Row[RunConfig], ...] = (
         ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
         lambda c: "" if c.model.position_embedding_type == "rope" else "there are no rotary positions",
         {"position_embedding_type": "rope"},
+    ),
+    Row(
+        ("make_vocab_size_divisible_by",),
+        lambda c: "" if c.model.pad_vocab_size_to is None else "--pad-vocab-size-to says how far it is padded",
     ),
     Row(
         ("rope_scaling_factor",),
@@ -870,6 +874,19 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"device": "cuda"},
     ),
     Row(("split",), _splits_nothing),
+    Row(
+        (
+            *("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "fim_prefix_token"),
+            *("fim_middle_token", "fim_suffix_token", "fim_pad_token", "fim_eod_token"),
+        ),
+        lambda c: "" if c.data.fim_data else "no sample is rearranged",
+        {"fim_data": True},
+    ),
+    Row(
+        ("fim_fragment_rate",),
+        lambda c: "" if c.data.fim_split_sample else "documents are not rearranged in parts",
+        {"fim_split_sample": "<file_sep>"},
+    ),
     Row(("mmap_bin_files",), _maps_nothing),
     Row(("data_cache_path",), _caches_nothing),
     *map(_tokenizer_reads_no, _TOKENIZERS_OF),

@@ -117,6 +117,18 @@ def groups_are_cut_evenly(config: RunConfig, world_size: int) -> Iterator[Proble
     )
 
 
+def padding_holds_the_vocabulary(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    rows, degree = config.model.pad_vocab_size_to, config.parallel.tensor_model_parallel_size
+    least = config.model.vocab_size or 1
+    if rows is not None and (rows % degree or rows < least):
+        fitting = [size for size in neighbours(max(rows, least), degree) if size >= least]
+        yield Problem(
+            f"--pad-vocab-size-to {rows}" + f" --vocab-size {least}" * (rows < least) + f" {_TENSOR} {degree}",
+            "a padded vocabulary holds all ids, and every tensor-parallel process has as many of them",
+            flags("--pad-vocab-size-to", fitting or [-(-least // degree) * degree]),
+        )
+
+
 def rotary_width_is_even(config: RunConfig, world_size: int) -> Iterator[Problem]:
     width = derived.rotary_width(config.model)
     if config.model.position_embedding_type == "rope" and (width % 2 or width == 0):
@@ -602,6 +614,7 @@ RULES: tuple[Rule, ...] = (
     heads_divide_hidden_size,
     groups_divide_heads,
     groups_are_cut_evenly,
+    padding_holds_the_vocabulary,
     rotary_width_is_even,
     there_is_one_activation,
     tensor_parallel_divides_heads,

@@ -6,9 +6,9 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,7 +73,6 @@ from megazero.train.pipeline_stages import (
     activation_config,
     describe_stages,
     num_checkpoints,
-    padded_vocab_size,
     stage_chunks,
     stage_plan,
 )
@@ -81,6 +80,7 @@ from megazero.train.reporting import begin_memory_history, make_reporting, misse
 from megazero.train.resolve_activations import resolve_activations
 from megazero.train.samples import PROMPT_TOKENS, SampledText
 from megazero.train.saving import (
+    PLACE_KEY,
     Saver,
     changed_settings,
     check_compatible,
@@ -93,12 +93,10 @@ from megazero.train.saving import (
     run_going_on,
 )
 from megazero.train.start.check import topology
-from megazero.train.start.inputs import RunInputs, find_tokenizer
+from megazero.train.start.inputs import Placed, RunInputs, find_tokenizer
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import DTYPES, Placement, resolve, wires
-
-_REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
 
 def check_checkpoint(config: RunConfig, inputs: RunInputs, world_size: int) -> Taken | None:
@@ -179,7 +177,7 @@ def build_components(
     if compiles and ledger.is_kept:
         raise ConfigError(compiled_under_ledger("a kept ledger", config.training.compile))
     attention = choose_for_run(config, mesh.device, mesh.world)
-    padded, stage = padded_vocab_size(config, vocab_size), mesh.coordinate("pp")
+    padded, stage = derived.vocab_rows(config, vocab_size), mesh.coordinate("pp")
     timers = Timers(mesh.device, level=config.reports.timing_log_level)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
     rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger, timers)
@@ -447,7 +445,7 @@ def _assemble_on(
 ) -> Run:
     """Build a run on its mesh; lock: that of --save, on rank 0."""
     console = Console(launch.rank)
-    padded = padded_vocab_size(config, inputs.vocab_size)
+    padded = derived.vocab_rows(config, inputs.vocab_size)
     drawing = draw_layout(mesh.topology, launch.nodes)
     if launch.world_size > 1 and not launch.ranks_per_node:
         console.line("the launcher doesn't say which rank is on which node (LOCAL_WORLD_SIZE): all are taken for one")
@@ -482,6 +480,8 @@ def _assemble_on(
         )
     if notice := missing_statistics(config):
         console.line(notice)
+    for notice in inputs.notices:
+        console.line(notice)
     train_iters = derived.train_iters(config, launch.world_size)
     sizes = derived.step_sizes(config, launch.world_size)
     if len(sizes.sizes) > 1:
@@ -491,12 +491,15 @@ def _assemble_on(
     resumed = _resume(config, components, schedule, scaler, console)
     resumed.learning_rate.check_momentum(train_iters)
     last = _last_iteration(config, resumed.state, launch.world_size)
+    placed = inputs.placed(resumed.place, resumed.state.consumed_samples)
+    for line in placed.notices:
+        console.line(line)
     for line in resumed.learning_rate.notices(components.engine.settings.optimizer.options):
         console.line(line)
     if notice := missed_profile(config, resumed.state.iteration, last):
         console.line(notice)
     layout = batch_layout(config, components.mesh, inputs.eod)
-    saver = _saver(config, components, resumed, lock, console)
+    saver = _saver(config, components, resumed, placed, lock, console)
     if saver is not None:
         _announce_start(journal, config, saver, resumed, launch.nodes, console)
     run = run_going_on(config.checkpoint, resumed.checkpoint) if saver is None else saver.run
@@ -506,7 +509,7 @@ def _assemble_on(
         scaler=scaler,
         learning_rate=resumed.learning_rate,
         loader=BatchLoader(
-            inputs.train,
+            placed.samples,
             layout,
             start_sample=resumed.state.consumed_samples,
             prefetch=config.data.num_workers,
@@ -576,12 +579,16 @@ def _takes_weights_only(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class _Resumed:
-    """What a start takes from a checkpoint; fallback: the lines on newer ones that are damaged, and passed over."""
+    """What a start takes from a checkpoint.
+
+    fallback: the lines on newer ones that are damaged, and passed over.  place: that in the corpora; None without one.
+    """
 
     state: TrainState
     learning_rate: LearningRate
     checkpoint: Checkpoint | None = None
     fallback: tuple[str, ...] = ()
+    place: Mapping[str, Any] | None = None
 
 
 def _restore_newest(config: RunConfig, components: RunComponents) -> tuple[Checkpoint | None, tuple[str, ...]]:
@@ -636,17 +643,20 @@ def _resume(
     if not weights_only:
         components.engine.optimizer_step.fill_(state.optimizer_steps)
     world_size = components.mesh.topology.world_size
-    return _Resumed(state, _reconciled(checkpoint, schedule, config, world_size), checkpoint, fallback)
+    reconciled = _reconciled(checkpoint, schedule, config, world_size)
+    place = checkpoint.progress.get(PLACE_KEY)
+    return _Resumed(state, reconciled, checkpoint, fallback, place if isinstance(place, dict) else None)
 
 
 def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:
     """Return the evaluation sets, by the names under which they are reported."""
-    sources = {"valid": inputs.valid, "test": inputs.test}
     num_batches = config.training.eval_iters
     return {
-        _REPORTED_AS[split]: EvaluationSet(source, layout, num_batches, inputs.bytes_per_token.get(split))
-        for split, source in sources.items()
-        if source is not None and num_batches > 0
+        f"{each.split} {each.group}".strip(): EvaluationSet(
+            each.samples, layout, num_batches, each.bytes_per_token, split=each.split, group=each.group
+        )
+        for each in inputs.held_out.values()
+        if num_batches > 0
     }
 
 
@@ -670,7 +680,12 @@ def _timetable(config: RunConfig, train_iters: int) -> Timetable:
 
 
 def _saver(
-    config: RunConfig, components: RunComponents, resumed: _Resumed, lock: FolderLock | None, console: Console
+    config: RunConfig,
+    components: RunComponents,
+    resumed: _Resumed,
+    placed: Placed,
+    lock: FolderLock | None,
+    console: Console,
 ) -> Saver | None:
     root = config.checkpoint.save
     if root is None:
@@ -683,6 +698,7 @@ def _saver(
         "loss_scale_is_dynamic": LossScaler.from_config(config.precision).dynamic,
         "seed": config.training.seed,
         "seq_length": config.model.seq_length,
+        **({} if placed.place is None else {PLACE_KEY: placed.place}),
     }
     saver = Saver(
         root=root,

@@ -17,13 +17,16 @@ from megazero.train.stage_passes import StagePasses
 class EvaluationSet:
     """Held-out text: the first `num_batches` global batches of `source`.
 
-    bytes_per_token: the mean over the text, None if it is unknown.
+    bytes_per_token: the mean over the text, None if it is unknown.  split: "validation" or "test".  group: the name of
+    its group of corpora, "" without groups.
     """
 
     source: Samples
     layout: BatchLayout
     num_batches: int
     bytes_per_token: float | None = None
+    split: str = "validation"
+    group: str = ""
 
 
 @torch.no_grad()

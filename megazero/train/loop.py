@@ -393,23 +393,30 @@ class _Loop:
         return f"the update was not made: --load {self._run.saver.root} goes on after iteration {before.iteration}"
 
     def _evaluate(self, split: str) -> None:
-        """Evaluate a split and report the loss, at most once per iteration; a request to stop cuts it short."""
-        held_out = self._run.held_out.get(split)
-        if held_out is None or (split == "validation" and self._evaluated_iteration == self._state.iteration):
+        """Evaluate the sets of a split and report their losses, at most once per iteration.
+
+        A request to stop cuts it short.
+        """
+        sets = {name: held_out for name, held_out in self._run.held_out.items() if held_out.split == split}
+        if not sets or (split == "validation" and self._evaluated_iteration == self._state.iteration):
             return
         self._report_steps(max_pending=0)
         self._context.mesh.meter.flight.activity = "evaluation"
-        loss = evaluate(self._context, held_out, self._wants_to_stop)
-        if loss is None:
-            self._stops = True
-            line = f"{split} at iteration {self._state.iteration} cut short by the request to stop: no loss is reported"
-            self._run.reporting.console.line(line)
-            return
-        result = Evaluation(self._state.iteration, self._state.consumed_samples, split, loss, held_out.bytes_per_token)
-        for writer in self._run.reporting.writers:
-            writer.evaluation(result)
+        iteration = self._state.iteration
+        for name, held_out in sets.items():
+            loss = evaluate(self._context, held_out, self._wants_to_stop)
+            if loss is None:
+                self._stops = True
+                line = f"{name} at iteration {iteration} cut short by the request to stop: no loss is reported"
+                self._run.reporting.console.line(line)
+                return
+            result = Evaluation(
+                iteration, self._state.consumed_samples, split, loss, held_out.bytes_per_token, held_out.group
+            )
+            for writer in self._run.reporting.writers:
+                writer.evaluation(result)
         if split == "validation":
-            self._evaluated_iteration = self._state.iteration
+            self._evaluated_iteration = iteration
             self._sample()
         self._restart_clock()
 

@@ -11,15 +11,6 @@ from megazero.pipeline.passes import most_in_flight
 from megazero.pipeline.stage_plan import StagePlan
 
 
-def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """Return the number of rows of the embedding, summed over all tensor-parallel ranks."""
-    return derived.padded_vocab_size(
-        vocab_size,
-        divisible_by=config.model.make_vocab_size_divisible_by,
-        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
-    )
-
-
 def pipeline_split(config: RunConfig, padded_vocab_size: int) -> tuple[int, ...]:
     """Return the layers of every chunk, in model order: as given, or balanced with the embedding and the head."""
     given = derived.given_split(config)

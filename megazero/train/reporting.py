@@ -31,7 +31,7 @@ from megazero.report.writers import as_markdown, open_writers
 from megazero.rules.optimizer import optimizer_choice
 from megazero.train.components import RunComponents
 from megazero.train.loop import Reporting
-from megazero.train.pipeline_stages import activation_config, num_checkpoints, padded_vocab_size
+from megazero.train.pipeline_stages import activation_config, num_checkpoints
 from megazero.train.start.inputs import RunInputs
 from megazero.zero.plan import DTYPES
 from megazero.zero.statistics import StatisticsChoice, missing_states
@@ -206,6 +206,6 @@ def make_reporting(
 
 def _max_checkpoints(config: RunConfig, components: RunComponents) -> int:
     """Return the largest number of activation checkpoints that this rank has in memory at once."""
-    padded = padded_vocab_size(config, components.model.vocab_size)
+    padded = derived.vocab_rows(config, components.model.vocab_size)
     number = derived.num_micro_batches(config, components.mesh.topology.world_size)
     return num_checkpoints(config, components.plan.stage, padded, number)

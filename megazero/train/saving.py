@@ -31,6 +31,9 @@ from megazero.tensor_parallel.float8_scales import DelayedScales
 from megazero.train.start.resume_point import find_start
 from megazero.zero.engine import Engine
 
+# The entry of a checkpoint's progress with the run's place in its corpora (data/position.py).
+PLACE_KEY = "corpora"
+
 
 @dataclass(frozen=True)
 class Saver:
@@ -160,9 +163,14 @@ def check_progress(checkpoint: Checkpoint, config: CheckpointConfig) -> None:
 
 
 def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> None:
-    """Raise CheckpointError if seed or sequence length have changed, since a resumed run takes the same samples."""
+    """Raise CheckpointError if the seed has changed, since a resumed run takes the samples that follow.
+
+    The sequence length may change too where the checkpoint has a place in corpora.
+    """
     found = {"seed": checkpoint.progress.get("seed"), "seq_length": checkpoint.progress.get("seq_length")}
     given = {"seed": seed, "seq_length": seq_length}
+    if PLACE_KEY in checkpoint.progress:
+        del given["seq_length"]
     raise_problems(
         CheckpointError,
         (

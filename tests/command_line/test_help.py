@@ -69,8 +69,11 @@ def test_every_known_key_has_an_answer() -> None:
         ("--no-overlap-comm", "the same as --overlap-comm false."),
         ("--ds-sequence-parallel-size=2", "accepted, without effect, as --ds-sequence-parallel-size 1; refused with"),
         ("--ddp_bucket_size", "another name of --reduce-bucket-size. --reduce-bucket-size N (section zero):"),
-        ("--pad-vocab-size-to", "with the value that follows from the settings; refused with other values: padding"),
-        ("--data-args-path", "Write --data-path $(cat FILE) instead."),
+        ("--virtual-pipeline-model-parallel-size", "with the value that follows from the settings; refused with other"),
+        (
+            "--data-args-path",
+            "FILE: sets --data-path to what is in a file of the words of --data-path.",
+        ),
         ("--optimizer", "--optimizer {adam,sgd,"),
         ("optimizer", "optimizer: The update rule"),
         ("--processes", "--processes N: start N processes"),

@@ -9,6 +9,7 @@ import pytest
 from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import count_up, write_corpus
 
+from megazero.config.corpora import CorpusGroup, read_group
 from megazero.data.corpora import Corpora
 from megazero.data.sidecar import loss_mask_prefix
 from megazero.data.storage import Access
@@ -141,9 +142,26 @@ def own(tmp_path: Path) -> dict[str, list[str]]:
     return {"train": [first, second], "valid": [held_out], "test": []}
 
 
+def test_a_group_reads_its_parts(prefix: str) -> None:
+    """Parts are cut at whole sequences, here of 10 tokens, as Python rounds."""
+    groups = {"train": [_group("t: 1 0:0.5 " + prefix)], "valid": [_group(f"v: 1 0.5:0.745 {prefix}")]}
+    corpora = Corpora(groups=groups)
+    assert [each.name for each in corpora.held_out()] == ["valid v"]
+    assert inputs(corpora, "train", 124) == list(range(496))
+    assert inputs(corpora, "valid v", 59) == list(range(500, 736))
+    (line,) = corpora.describe()
+    assert line.endswith("sequences train 50, valid v 24")
+
+
+def _group(text: str) -> CorpusGroup:
+    found = read_group(text)
+    assert isinstance(found, CorpusGroup)
+    return found
+
+
 def test_own_corpora_are_used_whole(own: dict[str, list[str]]) -> None:
     corpora = Corpora(own_paths=own)
-    assert [corpora.is_given(split) for split in ("train", "valid", "test")] == [True, True, False]
+    assert [each.name for each in corpora.held_out()] == ["valid"]
     assert inputs(corpora, "train", 150) == [*range(400), *range(500, 700)]
     assert inputs(corpora, "valid", 25) == [*range(1000, 1100)]
     assert corpora.describe() == [

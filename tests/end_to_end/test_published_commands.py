@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.hugging_face_files import write_hugging_face_files
 from support.launch import read_steps, run_torchrun
 from support.token_files import write_corpus, write_gpt2_files
 
@@ -49,6 +50,31 @@ LLAMA_2 = """
 --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm --disable-bias-linear --num-key-value-heads 4
 --tensorboard-dir FIGURES --zero-stage=0 --deepspeed_config=LLAMA_CONFIG --deepspeed
 """
+# Those of BLOOM-176B's training, and its configuration; the groups of corpora stand in files of their own.
+BLOOM = """
+--tensor-model-parallel-size {2} --pipeline-model-parallel-size {2} --pp-partition-method type:transformer|embedding
+--num-layers {2} --hidden-size {32} --num-attention-heads {4} --seq-length {16} --max-position-embeddings {16}
+--micro-batch-size {1} --rampup-batch-size {2 2 10} --global-batch-size {4} --train-samples {20}
+--tokenizer-type PretrainedFromHF --tokenizer-name-or-path TOKENIZER --init-method-std 0.0048 --embed-layernorm --bf16
+--seed 42 --position-embedding-type alibi --checkpoint-activations --abort-on-unmet-fused-kernel-constraints
+--kill-switch-path KILL --pad-vocab-size-to {512} --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8
+--lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine --lr-decay-samples {16} --lr-warmup-samples {4} --clip-grad 1.0
+--weight-decay 1e-1 --exit-duration-in-mins 5990 --log-interval 1 --save-interval {3} --eval-interval {4} --eval-iters 1
+--tensorboard-dir FIGURES --tensorboard-queue-size 5 --log-timers-to-tensorboard --log-batch-size-to-tensorboard
+--log-validation-ppl-to-tensorboard --save SAVED --load SAVED --train-weighted-split-paths-path TRAIN
+--valid-weighted-split-paths-path VALID --num-workers 2 --valid-num-workers 0 --data-impl mmap
+--distributed-backend {gloo} --deepspeed --deepspeed_config BLOOM_CONFIG --zero-stage 0
+--deepspeed-activation-checkpointing
+"""
+BLOOM_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "train_batch_size": 4,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 0},
+    "bf16": {"enabled": True},
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
 LLAMA_CONFIG = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 2,
@@ -96,8 +122,19 @@ def words_of(text: str, folder: Path) -> list[str]:
     documents = [[[(document + place) % 250 for place in range(60)]] for document in range(60)]
     (folder / "ds_config.json").write_text(json.dumps(CONFIG))
     (folder / "llama.json").write_text(json.dumps(LLAMA_CONFIG))
+    (folder / "bloom.json").write_text(json.dumps(BLOOM_CONFIG))
+    (folder / "tokenizer").mkdir()
+    write_hugging_face_files(folder / "tokenizer", "byte-level")
+    data, other = (write_corpus(folder / name, documents) for name in ("text_document", "code_text_document"))
+    mixture = f"0.7 {{0}} {data}, 0.3 {{0}} {other}"
+    train = f'"train: {mixture.format("0:0.950")}"\n'
+    valid = f'"valid: {mixture.format("0.950:1.0")}" "valid_code: 1 0.950:1.0 {other}"\n'
+    (folder / "train-splits.txt").write_text(train)
+    (folder / "valid-splits.txt").write_text(valid)
     paths = {
-        **{"DATA": write_corpus(folder / "text_document", documents), "VOCAB": vocabulary, "MERGES": merges},
+        **{"DATA": data, "VOCAB": vocabulary, "MERGES": merges, "TOKENIZER": str(folder / "tokenizer")},
+        **{"TRAIN": str(folder / "train-splits.txt"), "VALID": str(folder / "valid-splits.txt")},
+        **{"BLOOM_CONFIG": str(folder / "bloom.json"), "KILL": str(folder / "kill-switch")},
         **{
             "SAVED": str(folder / "saved"),
             "FIGURES": str(folder / "figures"),
@@ -122,3 +159,20 @@ def test_a_published_example_trains(text: str, consumed: list[int], tmp_path: Pa
     assert finished.code == 0, finished.stderr
     assert [step["consumed_samples"] for step in read_steps(metrics).values()] == consumed
     assert list((tmp_path / "saved").glob("step_*6")) and list((tmp_path / "figures").iterdir())
+
+
+@pytest.mark.gloo
+def test_blooms_command_trains_on_4_processes_and_goes_on(tmp_path: Path) -> None:
+    """Its batch grows, and each of its groups of corpora is evaluated by itself."""
+    metrics = tmp_path / "metrics.jsonl"
+    words = [*words_of(BLOOM, tmp_path), "--metrics-file", str(metrics)]
+    began = run_torchrun([*words, "--exit-interval", "3"], ranks=4, folder=tmp_path)
+    assert began.code == 0, began.stderr
+    finished = run_torchrun(words, ranks=4, folder=tmp_path)
+    assert finished.code == 0, finished.stderr
+    assert [step["consumed_samples"] for step in read_steps(metrics).values()] == [2, 4, 6, 8, 10, 14, 18]
+    evaluated = [json.loads(line)["evaluation"] for line in metrics.read_text().splitlines() if '"evaluation"' in line]
+    assert [(each["iteration"], each["split"], each["group"]) for each in evaluated] == [
+        (iteration, "validation", group) for iteration in (4, 7) for group in ("valid", "valid_code")
+    ]
+    assert "validation valid_code loss at iteration 7 | lm loss value: " in finished.stdout

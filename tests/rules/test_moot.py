@@ -46,6 +46,12 @@ FULL: Settings = {"recompute_granularity": "full"}
 STATIC: Settings = {**FP16, "loss_scale": 8}
 LOADED: Settings = {"load": "ckpt"}
 OWN_CORPORA: Settings = {"mock_data": False, "train_data_path": ["a"], "valid_data_path": ["b"]}
+FIM: Settings = {"mock_data": False, "data_path": ["a"], "fim_data": True}
+GROUPS: Settings = {
+    "mock_data": False,
+    "train_weighted_split_paths": ["t: 1 0:1 a"],
+    "valid_weighted_split_paths": ["v: 1 0:1 b"],
+}
 CORPUS: Settings = {"mock_data": False, "data_path": ["0.5", "a", "0.5", "b"]}
 REMOTE: Settings = {"mock_data": False, "data_path": ["0.5", "s3://bucket/a", "0.5", "s3://bucket/b"]}
 ROPE: Settings = {"position_embedding_type": "rope"}
@@ -350,6 +356,17 @@ RUN_CASES = (
     Case("rotary_seq_len_interpolation_factor", 2.0, NOTICE, {"position_embedding_type": "alibi"}, ROPE),
     Case("use_rope_scaling", True, ERROR, {}, ROPE),
     Case("rope_scaling_factor", 4.0, ERROR, ROPE, {**ROPE, "use_rope_scaling": True}),
+    Case("make_vocab_size_divisible_by", 64, NOTICE, {"pad_vocab_size_to": 128}, {}),
+    Case("split", "9,1,0", NOTICE, GROUPS, CORPUS),
+    *(
+        Case(f"fim_{name}", value, NOTICE, CORPUS, {**CORPUS, **fim})
+        for fim in ({"fim_data": True, "fim_split_sample": "<file>"},)
+        for name, value in (
+            *(("rate", 0.2), ("spm_rate", 0.2), ("split_sample", "<f>"), ("fragment_rate", 0.2), ("no_prefix", "#")),
+            *((f"{sign}_token", "<x>") for sign in ("prefix", "middle", "suffix", "pad", "eod")),
+        )
+    ),
+    Case("fim_fragment_rate", 0.2, NOTICE, FIM, {**FIM, "fim_split_sample": "<f>"}),
     Case("num_query_groups", 2, NOTICE, {}, {"group_query_attention": True}),
     Case("add_qkv_bias", True, ERROR, {}, {"disable_bias_linear": True}),
     Case("reset_position_ids", True, ERROR, {"position_embedding_type": "none"}, {}),
@@ -362,7 +379,7 @@ CASES = (*SHARED_CASES, *RUN_CASES)
 # Settings whose effect no other setting takes away.
 _EFFECTIVE = """
 num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size vocab_size
-make_vocab_size_divisible_by lora_rank hidden_dropout attention_dropout init_method_std norm_epsilon
+lora_rank hidden_dropout attention_dropout init_method_std norm_epsilon
 untie_embeddings_and_output_weights kv_channels group_query_attention position_embedding_type normalization
 qk_layernorm embed_layernorm swiglu squared_relu disable_bias_linear
 micro_batch_size global_batch_size train_iters train_samples train_tokens seed
@@ -375,6 +392,7 @@ distributed_backend distributed_timeout_minutes device zero_stage
 distributed_join_timeout_minutes distributed_timeout_seconds_after_init
 reduce_bucket_size allgather_bucket_size overlap_comm contiguous_gradients ignore_unused_parameters
 sub_group_size communication_data_type gradient_predivide_factor recompute_granularity logits_chunk_bytes
+train_weighted_split_paths valid_weighted_split_paths test_weighted_split_paths pad_vocab_size_to fim_data
 data_path train_data_path valid_data_path test_data_path data_skip_samples mock_data tokenizer_type num_workers
 eod_mask_loss reset_attention_mask save load log_interval metrics_file tensorboard_dir
 ledger_limit pipeline_trace_dir log_params_norm log_num_zeros_in_grad check_for_nan_in_loss_and_grad timing_log_level

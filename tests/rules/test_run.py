@@ -38,6 +38,12 @@ def test_a_valid_run_has_no_problem() -> None:
             "--num-attention-heads 6, --num-attention-heads 10, --hidden-size 56, --hidden-size 64",
         ),
         (
+            2,
+            {"tensor_model_parallel_size": 2, "pad_vocab_size_to": 99},
+            "--pad-vocab-size-to 99 --vocab-size 100 --tensor-model-parallel-size 2",
+            "--pad-vocab-size-to 100, --pad-vocab-size-to 102",
+        ),
+        (
             3,
             {"tensor_model_parallel_size": 3, "ffn_hidden_size": 33},
             "--tensor-model-parallel-size 3 --num-attention-heads 4",

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("tools", "pretrain_gpt.py")
+PROGRAMS = ("tools", "pretrain_gpt.py", "pretrain_bloom.py")
 # Folders made by tools or runs, never part of the repository; hidden folders are left out too, apart from .ci.
 MADE = ("runs", "build", "__pycache__")
 

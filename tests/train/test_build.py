@@ -14,6 +14,7 @@ from support.training import boxes, first_weights
 from torch import Tensor
 
 from megazero.checkpoint.reader import open_checkpoint
+from megazero.config.derived import vocab_rows
 from megazero.config.run import RunConfig
 from megazero.errors import CheckpointError, ConfigError, UserError
 from megazero.optim.schedules import LearningRate
@@ -21,7 +22,6 @@ from megazero.parallel.launch import Launch
 from megazero.train.build import assemble, batch_layout, check_checkpoint, step_context
 from megazero.train.components import RunComponents
 from megazero.train.loop import Run, Timetable, train
-from megazero.train.pipeline_stages import padded_vocab_size
 from megazero.train.start.check import check
 from megazero.zero.plan import Lifetime
 
@@ -90,7 +90,8 @@ def test_a_new_run_from_old_weights_may_have_another_seed(saved: Path) -> None:
 )
 def test_rows_of_the_embedding(vocab_size: int, divisible_by: int, tp: int, rows: int) -> None:
     config = tiny_run(make_vocab_size_divisible_by=divisible_by, tensor_model_parallel_size=tp)
-    assert padded_vocab_size(config, vocab_size) == rows
+    assert vocab_rows(config, vocab_size) == rows
+    assert vocab_rows(tiny_run(pad_vocab_size_to=60_000), vocab_size) == 60_000
 
 
 # --- the core ---------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from megazero.train.build import assemble
 from megazero.train.leaving import figures_of, leave_page, run_id
 from megazero.train.loop import _Loop, train
 from megazero.train.start.check import check
+from megazero.train.start.inputs import RunInputs
 from megazero.units import format_bytes
 
 
@@ -460,7 +461,7 @@ def test_an_evaluation_that_fails_costs_no_training(
     settings: dict[str, Any], split: str, checkpoints: list[int], tmp_path: Path
 ) -> None:
     settings = {**settings, "eval_iters": 1, "save": str(tmp_path / "save")}
-    inputs = replace(check(tiny_run(**settings), Launch(0, 1, 0)), **{split: Damaged()})
+    inputs = with_held_out(check(tiny_run(**settings), Launch(0, 1, 0)), split, Damaged())
     with pytest.raises(DataError):
         train_run(0, 1, settings, inputs)
     assert saved(tmp_path) == checkpoints
@@ -595,8 +596,15 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signa
 def interrupted_evaluation(rank: int, size: int, settings: dict[str, Any], split: str, at: int) -> Told:
     """Train with one sample a rank and step; only the reader of sample `at` of the split gets a signal."""
     inputs = check(tiny_run(**settings), Launch(rank, size, rank))
-    source = Interrupted(getattr(inputs, split), at, signal.SIGTERM)
-    return train_run(rank, size, settings, replace(inputs, **{split: source}))
+    source = Interrupted(inputs.held_out[split].samples, at, signal.SIGTERM)
+    return train_run(rank, size, settings, with_held_out(inputs, split, source))
+
+
+def with_held_out(inputs: RunInputs, split: str, source: Samples) -> RunInputs:
+    """Return the inputs with other samples of "valid" or "test"."""
+    held_out = dict(inputs.held_out)
+    held_out[split] = replace(held_out[split], samples=source)
+    return replace(inputs, held_out=held_out)
 
 
 @pytest.mark.gloo

@@ -333,7 +333,7 @@ def test_a_cycle_moves_the_rate_and_the_first_beta(case: str, tmp_path: Path) ->
     """A run takes the steps of torch's optimizer whose groups are set by hand, also when it is resumed in the cycle."""
     settings = {**run_settings(case, tmp_path), **CYCLE, "clip_grad": 0.0, "lr_decay_iters": None}
     settings = {name: value for name, value in settings.items() if name not in (*SCHEDULE, "adam_beta1")}
-    inputs = RunInputs(DrawnSamples(), None, None, VOCAB, None, {})
+    inputs = RunInputs(DrawnSamples(), {}, VOCAB, None)
     train_run(0, 1, {**settings, "exit_interval": 2}, inputs)
     train_run(0, 1, {**settings, "load": str(tmp_path)}, inputs)
     _, kind, options = CASES[case]

@@ -8,9 +8,9 @@ from support.ledgered_step import SETTINGS
 from support.processes import mesh_in_worker, run_ranks
 
 from megazero.activations import resolve_auto as resolve_switches
+from megazero.config.derived import vocab_rows
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.train.build import build_components
-from megazero.train.pipeline_stages import padded_vocab_size
 from megazero.train.resolve_activations import resolve_activations
 from megazero.zero.plan import data_parallel_bytes, resolve
 
@@ -20,9 +20,7 @@ FULL = {**SETTINGS, "recompute_granularity": "full"}
 def resolved(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> tuple[bool, bool, tuple[str, ...]]:
     mesh = mesh_in_worker(rank, tp=tp, dp=dp)
     config = make_run(**{**FULL, "tensor_model_parallel_size": tp, **changes})
-    section, reasons = resolve_activations(
-        config, mesh, vocab_size=257, padded_vocab_size=padded_vocab_size(config, 257)
-    )
+    section, reasons = resolve_activations(config, mesh, vocab_size=257, padded_vocab_size=vocab_rows(config, 257))
     assert section.partition_activations in (True, False) and section.checkpoint_in_cpu in (True, False)
     return bool(section.partition_activations), bool(section.checkpoint_in_cpu), reasons
 
@@ -58,7 +56,7 @@ def volumes(rank: int, stage: int, method: dict[str, Any]) -> tuple[Any, ...]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megazero.train.resolve_activations.resolve_switches", noting)
-        resolve_activations(config, mesh, vocab_size=257, padded_vocab_size=padded_vocab_size(config, 257))
+        resolve_activations(config, mesh, vocab_size=257, padded_vocab_size=vocab_rows(config, 257))
     plain = make_run(**{**FULL, "tensor_model_parallel_size": 2})
     core = build_components(plain, mesh, FusedBuffers(0, mesh.device), vocab_size=257)
     numel = core.engine.layout.used_numel(trainable=True)

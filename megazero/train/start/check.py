@@ -5,6 +5,7 @@ Loading torch is the slowest part of a start.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from megazero.checkpoint.folders import step_of
 from megazero.config import derived
@@ -95,6 +96,8 @@ def _raise_together(errors: Sequence[UserError]) -> None:
 def _open_inputs(config: RunConfig) -> RunInputs:
     evaluates = config.training.eval_iters > 0
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=evaluates)
+    known = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
+    raise_problems(ConfigError, rules.padding_holds_the_vocabulary(known, 1))
     if config.logging.eval_sample_tokens and find_tokenizer(config.data) is None:
         given, legal = f"--eval-sample-tokens {config.logging.eval_sample_tokens}", "--tokenizer-type ... and its files"
         rule = "a tokenizer makes text of tokens, and the corpus's .json names none whose files are still there"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megazero.config import derived
+from megazero.config.corpora import train_words
 from megazero.config.model import ModelConfig
 from megazero.config.run import RunConfig
 from megazero.data.samples import SampleSource
@@ -41,11 +42,7 @@ def outline(config: RunConfig, world_size: int, inputs: RunInputs, *, source: Pa
     """
     yield from outline_sizes(config, world_size)
     model = config.model
-    padded = derived.padded_vocab_size(
-        inputs.vocab_size,
-        divisible_by=model.make_vocab_size_divisible_by,
-        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
-    )
+    padded = derived.vocab_rows(config, inputs.vocab_size)
     count = derived.num_parameters(model, inputs.vocab_size)
     yield (
         f"model: {counted(model.num_layers, 'layer')} of width {model.hidden_size},"
@@ -54,12 +51,16 @@ def outline(config: RunConfig, world_size: int, inputs: RunInputs, *, source: Pa
         f" {inputs.vocab_size}, padded to {padded}"
     )
     data = config.data
-    paths = "made-up tokens" if data.mock_data else " ".join(data.data_path or data.train_data_path)
+    paths = "made-up tokens" if data.mock_data else " ".join(train_words(data)[1:])
     if isinstance(inputs.train, SampleSource):
         run = derived.run_length(config, world_size)
         passes = run.sizes.samples_after(run.steps) / inputs.train.samples_per_epoch
         paths += f", {inputs.train.num_tokens:,} tokens for training, read {passes:.3g} times"
     yield f"data: {paths}{', loss on answers only' * bool(inputs.masked)}"
+    groups = [f"{held_out.split} {held_out.group}" for held_out in inputs.held_out.values() if held_out.group]
+    if groups:
+        yield f"evaluated by themselves: {', '.join(groups)}"
+    yield from inputs.notices
     start = "initial weights" if source is None else f"{source}{', its parameters alone' * config.checkpoint.finetune}"
     saved = "nothing is saved" if config.checkpoint.save is None else f"saves to {config.checkpoint.save}"
     yield f"start: from {start}; {saved}"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.configs import make_data
+from support.hugging_face_files import write_hugging_face_files
 from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import write_corpus, write_gpt2_files
 
@@ -117,38 +118,47 @@ def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(plain: str) -> 
 
 def test_only_what_is_read_is_opened(described: str) -> None:
     quiet = opened(data_path=(described,), split="8,1,1")
-    assert quiet.valid is None and quiet.test is None and quiet.bytes_per_token == {}
+    assert dict(quiet.held_out) == {} and quiet.valid is None
     loud = opened(data_path=(described,), split="8,1,1", evaluates=True)
-    assert loud.valid is not None and loud.test is not None
+    assert [(name, each.split, each.group) for name, each in loud.held_out.items()] == [
+        ("valid", "validation", ""),
+        ("test", "test", ""),
+    ]
 
 
 def test_a_test_share_is_optional(described: str) -> None:
     inputs = opened(data_path=(described,), split="9,1,0", evaluates=True)
-    assert inputs.valid is not None and inputs.test is None
-    assert set(inputs.bytes_per_token) == {"valid"}
+    assert [*inputs.held_out] == ["valid"] and inputs.held_out["valid"].bytes_per_token is not None
 
 
-def test_an_empty_validation_split_matters_only_when_it_is_read(described: str) -> None:
-    opened(data_path=(described,), split="1")
-    with pytest.raises(DataError, match="valid has no sample"):
-        opened(data_path=(described,), split="1", evaluates=True)
-
-
-def test_the_default_split_is_called_the_default(tmp_path: Path) -> None:
-    prefix = write_corpus(tmp_path / "c", DOCUMENTS[:2])
-    with pytest.raises(DataError, match=r"--split 969,30,1 \(the default\): valid has no sample"):
-        opened(data_path=(prefix,), vocab_size=257, evaluates=True)
-
-
-def test_a_corpus_of_one_document_is_refused_with_what_helps(tmp_path: Path) -> None:
+def test_a_corpus_of_one_document_trains_and_the_notices_say_what_helps(tmp_path: Path) -> None:
     """No share of a split helps there."""
     prefix = write_corpus(tmp_path / "c", [[[1] * 1000]])
-    with pytest.raises(DataError, match="of 1 sequence: train 1, valid 0, test 0") as caught:
-        opened(data_path=(prefix,), vocab_size=257, evaluates=True, split="949,50,1")
-    (problem,) = caught.value.problems
-    assert "deals out whole documents" in problem.rule
-    for way in ("--text-rule blocks", "--split-documents", "--valid-data-path"):
-        assert way in problem.legal
+    inputs = opened(data_path=(prefix,), vocab_size=257, evaluates=True)
+    assert inputs.train.sample(98).tolist() == [1] * 11 and dict(inputs.held_out) == {}
+    for notice, split in zip(inputs.notices, ("validation", "test"), strict=True):
+        assert notice.startswith(f"{split} is not evaluated: --split 969,30,1 (the default): ")
+        assert "of 1 sequence: train 1, valid 0, test 0" in notice
+        for way in ("--text-rule blocks", "--split-documents", "--valid-data-path"):
+            assert way in notice
+
+
+def test_a_split_too_small_for_its_test_part_goes_on_with_a_notice(tmp_path: Path) -> None:
+    """The third document is the test's, and too short for a sample; beside another corpus it is left out."""
+    prefix = write_corpus(tmp_path / "c", [[[1] * 100], [[2] * 50], [[3] * 10]])
+    inputs = opened(data_path=(prefix,), vocab_size=257, evaluates=True, split="1,1,1")
+    assert [*inputs.held_out] == ["valid"] and inputs.held_out["valid"].samples.sample(0)[0] == 2
+    (notice,) = inputs.notices
+    assert (
+        "test is not evaluated: --split 1,1,1: test has no sample; of 3 sequences: train 1, valid 1, test 1" in notice
+    )
+    assert "1 sequence with 10 tokens" in notice and "a sample takes 11 tokens" in notice
+    longer = write_corpus(tmp_path / "d", [[[document] * 30] for document in range(3)])
+    both = opened(data_path=(prefix, longer), vocab_size=257, evaluates=True, split="1,1,1")
+    assert [both.held_out["test"].samples.sample(k)[0] for k in range(4)] == [2] * 4
+    assert [notice.partition(":")[0] for notice in both.notices] == ["a corpus is left out of test"]
+    with pytest.raises(DataError, match="train has no sample"):
+        opened(data_path=(write_corpus(tmp_path / "e", [[[1] * 5]]),), vocab_size=257)
 
 
 def test_a_file_that_is_no_tokenizers_is_reported_before_the_corpus(described: str, tmp_path: Path) -> None:
@@ -171,7 +181,7 @@ def test_splits_hold_their_own_documents(described: str) -> None:
     for name, (first, last) in places.items():
         row = np.concatenate([np.array(DOCUMENTS[document][0]) for document in range(first, last)])
         pieces = {tuple(row[start : start + 11]) for start in range(0, len(row) - 10, 10)}
-        samples = getattr(inputs, name)
+        samples = inputs.train if name == "train" else inputs.held_out[name].samples
         count = (len(row) - 1) // 10
         assert {tuple(samples.sample(k)) for k in range(count)} == pieces
 
@@ -183,8 +193,11 @@ def test_bytes_per_token_of_held_out_splits(plain: str, described: str) -> None:
     inputs = opened(data_path=(described,), split="10,5,5", evaluates=True)
     for name, documents in (("valid", DOCUMENTS[10:15]), ("test", DOCUMENTS[15:])):
         tokens = [token for document in documents for token in document[0]]
-        assert inputs.bytes_per_token[name] == pytest.approx(sum(table[token] for token in tokens) / len(tokens))
-    assert opened(300, data_path=(plain,), split="10,5,5", evaluates=True).bytes_per_token == {}
+        assert inputs.held_out[name].bytes_per_token == pytest.approx(
+            sum(table[token] for token in tokens) / len(tokens)
+        )
+    unknown = opened(300, data_path=(plain,), split="10,5,5", evaluates=True).held_out
+    assert [each.bytes_per_token for each in unknown.values()] == [None, None]
 
 
 # --- corpora of the splits' own ---------------------------------------------------------------------------------------
@@ -193,19 +206,19 @@ def test_bytes_per_token_of_held_out_splits(plain: str, described: str) -> None:
 def test_own_corpora_are_opened_whole_and_read_where_asked(described: str, plain: str, tmp_path: Path) -> None:
     other = write_corpus(tmp_path / "other", [[[150 + token for token in range(40)]]])
     inputs = opened(train_data_path=(described,), valid_data_path=(plain,), test_data_path=(other,), evaluates=True)
-    assert inputs.valid is not None and inputs.test is not None
-    assert (inputs.vocab_size, inputs.eod, inputs.bytes_per_token) == (257, 256, {})
+    valid, test = (inputs.held_out[name].samples for name in ("valid", "test"))
+    assert (inputs.vocab_size, inputs.eod, inputs.held_out["test"].bytes_per_token) == (257, 256, None)
     row = np.concatenate([np.array(document[0]) for document in DOCUMENTS])
     pieces = sorted(tuple(row[start : start + 11]) for start in range(0, 590, 10))
-    for samples in (inputs.train, inputs.valid):
+    for samples in (inputs.train, valid):
         assert sorted(tuple(samples.sample(k)) for k in range(59)) == pieces
-    assert sorted(int(inputs.test.sample(k)[0]) for k in range(3)) == [150, 160, 170]
-    assert opened(train_data_path=(described,), valid_data_path=(described,), evaluates=True).test is None
+    assert sorted(int(test.sample(k)[0]) for k in range(3)) == [150, 160, 170]
+    assert "test" not in opened(train_data_path=(described,), valid_data_path=(described,), evaluates=True).held_out
 
 
 def test_own_corpora_tell_bits_per_byte(described: str) -> None:
     inputs = opened(train_data_path=(described,), valid_data_path=(described,), evaluates=True)
-    assert inputs.bytes_per_token == {"valid": 1.0}
+    assert inputs.held_out["valid"].bytes_per_token == 1.0
 
 
 def test_own_corpora_are_checked_even_where_they_are_not_read(described: str, tmp_path: Path) -> None:
@@ -213,6 +226,51 @@ def test_own_corpora_are_checked_even_where_they_are_not_read(described: str, tm
         opened(train_data_path=(described,), valid_data_path=(str(tmp_path / "none"),))
     with pytest.raises(DataError, match=r"--train-data-path .*plain"):
         opened(train_data_path=(write_corpus(tmp_path / "plain", DOCUMENTS),))
+
+
+# --- groups of parts of corpora ---------------------------------------------------------------------------------------
+
+
+def test_groups_read_their_parts_and_each_is_a_set(described: str, tmp_path: Path) -> None:
+    """Parts are cut at sequences; a group's samples are pieces of its parts' text, in the shares of its weights."""
+    other = write_corpus(tmp_path / "other", [[[200 + document] * 30] for document in range(40)])
+    inputs = opened(
+        train_weighted_split_paths=[f"train: 0.25 0:0.5 {described}, 0.75 0:0.93 {other}"],
+        valid_weighted_split_paths=[f"both: 1 0.5:0.75 {described}, 1 0.95:1 {other}", f"en: 1 0.5:0.75 {described}"],
+        test_weighted_split_paths=[f"last: 1 0.95:1 {described}"],
+        evaluates=True,
+    )
+    assert [(name, each.split, each.group) for name, each in inputs.held_out.items()] == [
+        ("valid both", "validation", "both"),
+        ("valid en", "validation", "en"),
+        ("test last", "test", "last"),
+    ]
+    assert inputs.valid is inputs.held_out["valid both"].samples and inputs.vocab_size == 257
+    rows = [np.concatenate([np.array(document[0]) for document in DOCUMENTS[first:last]]) for first, last in PARTS]
+    pieces = [{tuple(row[start : start + 11]) for start in range(0, len(row) - 10, 10)} for row in rows]
+    train = [tuple(inputs.train.sample(k)) for k in range(4 * 29)]
+    ours = [sample for sample in train if sample[0] < 200]
+    assert len(ours) == 29 and {*ours} == pieces[0]
+    assert {token for sample in train if sample[0] >= 200 for token in sample} <= {*range(200, 237)}
+    for name, expected in (("valid en", pieces[1]), ("test last", pieces[2])):
+        samples = inputs.held_out[name].samples
+        assert {tuple(samples.sample(k)) for k in range(len(expected))} == expected
+    assert inputs.held_out["valid en"].bytes_per_token == 1.0 and inputs.held_out["valid both"].bytes_per_token is None
+    both = inputs.held_out["valid both"].samples
+    assert sorted(int(both.sample(k)[0] >= 238) for k in range(10)) == [0] * 5 + [1] * 5
+
+
+PARTS = ((0, 10), (10, 15), (19, 20))
+
+
+def test_a_part_without_a_sample_is_refused_by_its_group(described: str) -> None:
+    train = {"train_weighted_split_paths": [f"t: 1 0:1 {described}"]}
+    with pytest.raises(DataError) as caught:
+        opened(**train, valid_weighted_split_paths=[f"v: 1 0.99:1 {described}"], evaluates=True)
+    (problem,) = caught.value.problems
+    assert problem.given.startswith(f"--valid-weighted-split-paths v, 0.99:1 of 20: {described}: 0 sequences")
+    quiet = opened(**train, valid_weighted_split_paths=[f"v: 1 0.99:1 {described}"])
+    assert dict(quiet.held_out) == {}
 
 
 # --- how and what is read ---------------------------------------------------------------------------------------------
@@ -241,16 +299,41 @@ def test_maps_and_stores_give_the_same(described: str, tmp_path: Path) -> None:
     assert [*(tmp_path / "cache").glob("described-*.idx")]
 
 
+def test_rearranged_samples_are_of_the_same_text(tmp_path: Path) -> None:
+    """Samples of training and of held-out text are rearranged, by the tokenizer of the flags, as a function of k."""
+    (tmp_path / "tokenizer").mkdir()
+    made = write_hugging_face_files(tmp_path / "tokenizer", "byte-level")
+    prefix = write_corpus(tmp_path / "text", [[[*made.encode("the thing is in the bag " * 4).ids, 2]]] * 30)
+    settings = {
+        **{"data_path": (prefix,), "split": "8,1,1", "tokenizer_type": "HuggingFaceTokenizer", "evaluates": True},
+        **{"tokenizer_model": tmp_path / "tokenizer", "fim_data": True, "fim_rate": 1.0, "fim_pad_token": "<unk>"},
+        **{"fim_prefix_token": "<s>", "fim_middle_token": "<extra>", "fim_suffix_token": "the"},
+    }
+    inputs, plain = opened(**settings), opened(**{**settings, "fim_data": False})
+    for rearranged, whole in ((inputs.train, plain.train), (inputs.held_out["valid"].samples, plain.valid)):
+        assert whole is not None
+        rows = [rearranged.sample(k).tolist() for k in range(8)]
+        assert rows == [rearranged.sample(k).tolist() for k in range(8)]
+        assert all(len(row) == 11 for row in rows) and sum(1 in row for row in rows) == 8
+        assert rows != [whole.sample(k).tolist() for k in range(8)]
+    assert inputs.held_out["valid"].bytes_per_token is None
+    with pytest.raises(DataError) as caught:
+        opened(**{**settings, "fim_middle_token": "<mid>", "fim_split_sample": "<file>"})
+    flags = [f"--fim-data with --fim-{name}" for name in ("middle-token <mid>", "split-sample <file>")]
+    assert [problem.given for problem in caught.value.problems] == flags
+    with pytest.raises(DataError, match="--fim-data"):
+        opened(300, data_path=(prefix,), fim_data=True)
+
+
 # --- made-up samples --------------------------------------------------------------------------------------------------
 
 
 def test_made_up_samples_have_three_streams() -> None:
     inputs = opened(50, mock_data=True, evaluates=True)
-    assert inputs.valid is not None and inputs.test is not None
-    firsts = [[int(samples.sample(k)[0]) for k in range(20)] for samples in (inputs.train, inputs.valid, inputs.test)]
+    three = [inputs.train, *(each.samples for each in inputs.held_out.values())]
+    firsts = [[int(samples.sample(k)[0]) for k in range(20)] for samples in three]
     assert firsts[0] != firsts[1] != firsts[2] != firsts[0]
-    assert all(samples.seq_length == 10 for samples in (inputs.train, inputs.valid, inputs.test))
-    assert (inputs.vocab_size, inputs.bytes_per_token) == (50, {})
+    assert all(samples.seq_length == 10 for samples in three) and inputs.vocab_size == 50
 
 
 def test_made_up_samples_take_a_tokenizers_vocabulary() -> None:
