@@ -113,6 +113,27 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/checkpoint/test_writer.py",),
     ),
     Fault(
+        "checkpoint/foreign/pickles.py",
+        "a pickle may name any class",
+        "    if not is_known and not (module",
+        "    if False and not (module",
+        ("tests/checkpoint/foreign/test_pickles.py",),
+    ),
+    Fault(
+        "checkpoint/foreign/torch_files.py",
+        "a tensor may have more elements than its storage",
+        "(last < storage.numel and numel <= storage.numel)",
+        "last < storage.numel",
+        ("tests/checkpoint/foreign/test_torch_files.py",),
+    ),
+    Fault(
+        "checkpoint/foreign/shards.py",
+        "layers of virtual stages are numbered with gaps",
+        "            first += len(layers)\n",
+        "            first += len(layers) * len(chunks)\n",
+        ("tests/checkpoint/foreign/test_model.py",),
+    ),
+    Fault(
         "checkpoint/merging.py",
         "parts of another save are merged",
         "if head.save_id != save_id:",

@@ -63,8 +63,8 @@ def _from_heads(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     return value.reshape(heads, three, *rest).transpose(0, 1).contiguous()
 
 
-_SAME = Form(lambda ours: ours, _reshaped)
-_ROWS = Form(lambda ours: [_flat(ours[0])], _reshaped)
+SAME = Form(lambda ours: ours, _reshaped)
+ROWS = Form(lambda ours: [_flat(ours[0])], _reshaped)
 _FLAT = Form(lambda ours: [ours[0].flatten()], _reshaped)
 _CONV1D = Form(lambda ours: [_flat(ours[0]).T], lambda theirs, shapes: _reshaped([theirs[0].T], shapes))
 _SPLIT = Form(
@@ -72,7 +72,7 @@ _SPLIT = Form(
     lambda theirs, shapes: _reshaped([torch.stack(theirs)], shapes),
 )
 _SPLIT_BIAS = Form(lambda ours: [part.flatten() for part in ours[0].unbind()], _SPLIT.to_ours)
-_HEADS = Form(lambda ours: [_by_heads(ours[0])], lambda theirs, shapes: [_from_heads(theirs[0], shapes[0])])
+HEADS = Form(lambda ours: [_by_heads(ours[0])], lambda theirs, shapes: [_from_heads(theirs[0], shapes[0])])
 _JOINED = Form(lambda ours: [torch.cat([_flat(value) for value in ours])], _unjoined)
 _JOINED_BIAS = Form(
     lambda ours: [torch.cat([value.flatten() for value in ours])],
@@ -88,11 +88,11 @@ class Row(NamedTuple):
     form: Form
 
 
-def _row(ours: str, theirs: str, form: Form = _SAME) -> Row:
+def row(ours: str, theirs: str, form: Form = SAME) -> Row:
     return Row(tuple(ours.split()), tuple(theirs.split()), form)
 
 
-def _both(ours: str, theirs: str, form: Form = _SAME, bias: Form = _SAME) -> tuple[Row, Row]:
+def both(ours: str, theirs: str, form: Form = SAME, bias: Form = SAME) -> tuple[Row, Row]:
     """Return the rows of a layer's weight and bias."""
     ends = (("weight", form), ("bias", bias))
     weight, bias_row = (
@@ -104,6 +104,9 @@ def _both(ours: str, theirs: str, form: Form = _SAME, bias: Form = _SAME) -> tup
         for end, kind in ends
     )
     return weight, bias_row
+
+
+_HEAD = row("head.weight", "lm_head.weight")
 
 
 class Family(NamedTuple):
@@ -133,20 +136,25 @@ class Family(NamedTuple):
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Row]:
         """Yield every row of a model, by the shapes of megazero's parameters."""
-        yield from (
-            Row(row.ours, tuple(f"{self.prefix}.{name}" for name in row.theirs), row.form)
-            for row in self.ends
-            if row.ours[0] in shapes
-        )
-        for index in range(1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))):
-            for row in self.block:
-                ours = tuple(f"layers.{index}.{name}" for name in row.ours)
-                if all(name in shapes for name in ours):
-                    yield Row(
-                        ours, tuple(f"{self.prefix}.{self.layers}.{index}.{name}" for name in row.theirs), row.form
-                    )
-        if "head.weight" in shapes:
-            yield _row("head.weight", "lm_head.weight")
+        ends = (each._replace(theirs=tuple(f"{self.prefix}.{name}" for name in each.theirs)) for each in self.ends)
+        yield from rows_of(shapes, (*ends, _HEAD), self.block, layers=f"{self.prefix}.{self.layers}")
+
+
+def rows_of(
+    shapes: Mapping[str, tuple[int, ...]], ends: Sequence[Row], block: Sequence[Row], *, layers: str
+) -> Iterator[Row]:
+    """Yield those rows whose parameters a model has, of what is outside of blocks, and of each block.
+
+    layers: the name of the list of blocks.
+    """
+    for each in ends:
+        if each.ours[0] in shapes:
+            yield each
+    for index in range(1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))):
+        for each in block:
+            ours = tuple(f"layers.{index}.{name}" for name in each.ours)
+            if all(name in shapes for name in ours):
+                yield Row(ours, tuple(f"{layers}.{index}.{name}" for name in each.theirs), each.form)
 
 
 def traits(model: ModelConfig) -> dict[str, object]:
@@ -233,17 +241,17 @@ _GPT2 = Family(
     "GPT2LMHeadModel",
     MappingProxyType({**_PLAIN, "position_embedding_type": ("learned_absolute",)}),
     (
-        _row("embedding.word.weight", "wte.weight"),
-        _row("embedding.position.weight", "wpe.weight"),
-        *_both("final_norm", "ln_f"),
+        row("embedding.word.weight", "wte.weight"),
+        row("embedding.position.weight", "wpe.weight"),
+        *both("final_norm", "ln_f"),
     ),
     (
-        *_both("input_norm", "ln_1"),
-        *_both("attention.qkv", "attn.c_attn", _CONV1D, _FLAT),
-        *_both("attention.projection", "attn.c_proj", _CONV1D),
-        *_both("post_attention_norm", "ln_2"),
-        *_both("mlp.up", "mlp.c_fc", _CONV1D),
-        *_both("mlp.down", "mlp.c_proj", _CONV1D),
+        *both("input_norm", "ln_1"),
+        *both("attention.qkv", "attn.c_attn", _CONV1D, _FLAT),
+        *both("attention.projection", "attn.c_proj", _CONV1D),
+        *both("post_attention_norm", "ln_2"),
+        *both("mlp.up", "mlp.c_fc", _CONV1D),
+        *both("mlp.down", "mlp.c_proj", _CONV1D),
     ),
     "transformer",
     "h",
@@ -349,20 +357,20 @@ def _llama_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LLAMA_ENDS = (
-    _row("embedding.word.weight", "embed_tokens.weight"),
-    _row("final_norm.weight", "norm.weight"),
+    row("embedding.word.weight", "embed_tokens.weight"),
+    row("final_norm.weight", "norm.weight"),
 )
 _LLAMA_BLOCK = (
-    _row("input_norm.weight", "input_layernorm.weight"),
-    *_both("attention.qkv", "self_attn.q_proj self_attn.k_proj self_attn.v_proj", _SPLIT, _SPLIT_BIAS),
-    *_both("attention.query", "self_attn.q_proj", _ROWS, _FLAT),
-    *_both("attention.key_value", "self_attn.k_proj self_attn.v_proj", _SPLIT, _SPLIT_BIAS),
-    _row("attention.query_norm.weight", "self_attn.q_norm.weight"),
-    _row("attention.key_norm.weight", "self_attn.k_norm.weight"),
-    _row("attention.projection.weight", "self_attn.o_proj.weight"),
-    _row("post_attention_norm.weight", "post_attention_layernorm.weight"),
-    _row("mlp.up.weight", "mlp.gate_proj.weight mlp.up_proj.weight", _SPLIT),
-    _row("mlp.down.weight", "mlp.down_proj.weight"),
+    row("input_norm.weight", "input_layernorm.weight"),
+    *both("attention.qkv", "self_attn.q_proj self_attn.k_proj self_attn.v_proj", _SPLIT, _SPLIT_BIAS),
+    *both("attention.query", "self_attn.q_proj", ROWS, _FLAT),
+    *both("attention.key_value", "self_attn.k_proj self_attn.v_proj", _SPLIT, _SPLIT_BIAS),
+    row("attention.query_norm.weight", "self_attn.q_norm.weight"),
+    row("attention.key_norm.weight", "self_attn.k_norm.weight"),
+    row("attention.projection.weight", "self_attn.o_proj.weight"),
+    row("post_attention_norm.weight", "post_attention_layernorm.weight"),
+    row("mlp.up.weight", "mlp.gate_proj.weight mlp.up_proj.weight", _SPLIT),
+    row("mlp.down.weight", "mlp.down_proj.weight"),
 )
 _LLAMA_FIXED = MappingProxyType({"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
 _LLAMA = Family(
@@ -433,16 +441,16 @@ def _bloom_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bloom_block(attention: tuple[Row, ...]) -> tuple[Row, ...]:
     return (
-        *_both("input_norm", "input_layernorm"),
+        *both("input_norm", "input_layernorm"),
         *attention,
-        *_both("attention.projection", "self_attention.dense"),
-        *_both("post_attention_norm", "post_attention_layernorm"),
-        *_both("mlp.up", "mlp.dense_h_to_4h"),
-        *_both("mlp.down", "mlp.dense_4h_to_h"),
+        *both("attention.projection", "self_attention.dense"),
+        *both("post_attention_norm", "post_attention_layernorm"),
+        *both("mlp.up", "mlp.dense_h_to_4h"),
+        *both("mlp.down", "mlp.dense_4h_to_h"),
     )
 
 
-_FUSED = _both("attention.qkv", "self_attention.query_key_value", _HEADS, _HEADS)
+_FUSED = both("attention.qkv", "self_attention.query_key_value", HEADS, HEADS)
 _BLOOM = Family(
     "bloom",
     "BloomForCausalLM",
@@ -455,9 +463,9 @@ _BLOOM = Family(
         }
     ),
     (
-        _row("embedding.word.weight", "word_embeddings.weight"),
-        *_both("embedding.norm", "word_embeddings_layernorm"),
-        *_both("final_norm", "ln_f"),
+        row("embedding.word.weight", "word_embeddings.weight"),
+        *both("embedding.norm", "word_embeddings_layernorm"),
+        *both("final_norm", "ln_f"),
     ),
     _bloom_block(_FUSED),
     "transformer",
@@ -511,11 +519,11 @@ _FALCON = Family(
             "heads of keys and values": ("all", "one"),
         }
     ),
-    (_row("embedding.word.weight", "word_embeddings.weight"), *_both("final_norm", "ln_f")),
+    (row("embedding.word.weight", "word_embeddings.weight"), *both("final_norm", "ln_f")),
     _bloom_block(
         (
             *_FUSED,
-            *_both("attention.query attention.key_value", "self_attention.query_key_value", _JOINED, _JOINED_BIAS),
+            *both("attention.query attention.key_value", "self_attention.query_key_value", _JOINED, _JOINED_BIAS),
         )
     ),
     "transformer",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -22,16 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megazero.checkpoint.families import FAMILIES, Row, family_of
+from megazero.checkpoint.imported import ImportedModel, ImportedWeights, full_shapes
 from megazero.checkpoint.merged import without_adapters
 from megazero.checkpoint.reader import Checkpoint
-from megazero.comm.local import LocalCommunicator
 from megazero.config.model import ModelConfig
 from megazero.errors import CheckpointError, Problem, raise_problems
 from megazero.files import open_regular, parse_json, read_bounded, sync_path
-from megazero.model.gpt import GPT
-from megazero.parallel.param_spec import ParamSpec, StateFragment, named_specs
-from megazero.tensor_parallel.layers import TensorParallel
-from megazero.tensor_parallel.random import RandomRegions
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -42,52 +38,6 @@ SHARD_BYTES = 5_000_000_000
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 1 << 26
 _MAX_NUMBER = 2**31
-
-
-class ImportedModel(NamedTuple):
-    """A Hugging Face model as megazero's: configuration, size of the vocabulary, full logical weights by name."""
-
-    config: ModelConfig
-    vocab_size: int
-    weights: "ImportedWeights"
-
-
-class ImportedWeights(Mapping[str, Tensor]):
-    """Full logical weights by megazero's names, each read from its files whenever it is asked for."""
-
-    def __init__(self, rows: Mapping[str, Row], files: "TensorFiles", shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.shapes = shapes
-        self._rows = rows
-        self._files = files
-
-    def __getitem__(self, name: str) -> Tensor:
-        row = self._rows[name]
-        shapes = [self.shapes[ours] for ours in row.ours]
-        values = row.form.to_ours([self._files.tensor(theirs) for theirs in row.theirs], shapes)
-        return values[row.ours.index(name)]
-
-    def fragments(self) -> Iterator[StateFragment]:
-        """Yield every weight as a checkpoint's state in float32, which is read when it is written."""
-        for name, shape in self.shapes.items():
-            spec = ParamSpec(name, shape, shape, (0,) * len(shape))
-            yield StateFragment(spec, "weight", 0, spec.numel, _Unread(self, name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-
-class _Unread(NamedTuple):
-    """A weight that is in its files until it is asked for."""
-
-    weights: ImportedWeights
-    name: str
-    dtype: torch.dtype = torch.float32
-
-    def view(self) -> Tensor:
-        return self.weights[self.name].to(self.dtype).view(-1)
 
 
 class TensorFiles:
@@ -215,18 +165,9 @@ def read_model(folder: Path) -> ImportedModel:
         raise CheckpointError(Problem(given, f"{files.path} has tensors for every layer, {len(files)} in all"))
     shapes = full_shapes(config, described["vocab_size"])
     rows = list(family.rows(shapes))
-    raise_problems(CheckpointError, (problem for row in rows for problem in _mismatches(files, row, shapes)))
-    by_name = {name: row for row in rows for name in row.ours}
-    return ImportedModel(config, described["vocab_size"], ImportedWeights(by_name, files, shapes))
-
-
-def _mismatches(files: TensorFiles, row: Row, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-    wanted = row.form.to_theirs([torch.empty(shapes[name], device="meta") for name in row.ours])
-    for name, tensor in zip(row.theirs, wanted, strict=True):
-        found, shape = files.shape(name), list(tensor.shape)
-        if found != shape:
-            actual = "is missing" if found is None else f"has shape {found}"
-            yield Problem(f"{files.path}: {name} {actual}", f"by {CONFIG_FILE} it is a tensor of shape {shape}")
+    weights = ImportedWeights(rows, files, shapes)
+    raise_problems(CheckpointError, weights.mismatches(by=CONFIG_FILE))
+    return ImportedModel(config, described["vocab_size"], weights)
 
 
 def _opened(path: Path) -> Any:
@@ -251,15 +192,6 @@ def _read_index(path: Path) -> dict[str, str]:
         ),
     )
     return found
-
-
-def full_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the logical shape of every parameter, by megazero's name, from a model on the meta device."""
-    tp = TensorParallel(
-        LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, torch.device("meta")
-    )
-    model = GPT(config, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
-    return {spec.name: spec.full_shape for spec, _ in named_specs(model)}
 
 
 def their_config(config: ModelConfig, *, vocab_size: int, eod: int | None) -> dict[str, Any]:

@@ -498,9 +498,15 @@ def reconcile(
     lengths in steps and in samples can be compared.
 
     They have to agree unless the user chooses one: --override-opt-param-scheduler takes the command line's,
-    --use-checkpoint-opt-param-scheduler the checkpoint's.  Raises `CheckpointError` with every field that differs.
+    --use-checkpoint-opt-param-scheduler the checkpoint's.  A checkpoint without one leaves it to the command line.
+    Raises `CheckpointError` with every field that differs.
     """
     if config.override_opt_param_scheduler:
+        return given
+    if not saved:  # as in an imported checkpoint
+        if config.use_checkpoint_opt_param_scheduler:
+            given_flag, rule = "--use-checkpoint-opt-param-scheduler", "this checkpoint has no learning-rate schedule"
+            raise CheckpointError(Problem(given_flag, rule, "the flags of a schedule"))
         return given
     if config.use_checkpoint_opt_param_scheduler:
         taken = _from_json(saved)

@@ -427,6 +427,9 @@ def test_weight_decay_that_increases(style: str, sizes: StepSizes) -> None:
     assert constant.weight_decay_at(5) is None
     there = replace(config, use_checkpoint_opt_param_scheduler=True)
     assert reconcile(rate, other.to_json(), there) == other
+    assert reconcile(rate, {}, config) == rate  # an imported checkpoint has none
+    with pytest.raises(CheckpointError, match="has no learning-rate schedule"):
+        reconcile(rate, {}, there)
     with pytest.raises(CheckpointError, match="--weight-decay-incr-style constant; the checkpoint"):
         reconcile(constant, rate.to_json(), there)
 
