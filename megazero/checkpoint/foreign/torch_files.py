@@ -232,6 +232,8 @@ def _wide(extra: bytes, numbers: tuple[int, int, int]) -> list[int]:
 
 
 _REBUILT = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor")
+# A tensor that has got attributes: the function that makes it, its class, the function's arguments, the attributes.
+_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 
 
@@ -240,13 +242,15 @@ def _with_tensors(content: Any, source: str) -> Any:
 
     Dicts and lists are changed in place, each once, however often it occurs.
     """
-    seen, made = set[int](), dict[int, Any]()
+    seen = set[int]()
 
     def replaced(value: Any) -> Any:
+        if isinstance(value, Record) and value.name == _WITH_ATTRIBUTES and len(value.arguments) > 2:
+            function, _, arguments = value.arguments[:3]
+            if isinstance(function, Name) and isinstance(arguments, tuple):
+                value = Record(function.text, arguments)
         if isinstance(value, Record) and value.name in _REBUILT:
-            if id(value) not in made:
-                made[id(value)] = _tensor(value.arguments, source)
-            return made[id(value)]
+            return _tensor(value.arguments, source)
         if isinstance(value, Record) and value.name in _PARAMETERS and value.arguments:
             return replaced(value.arguments[0]) if not _is_parameter(value.arguments[0]) else value
         return value

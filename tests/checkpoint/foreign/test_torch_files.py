@@ -30,16 +30,19 @@ def read(path: Path) -> Any:
 
 
 def test_tensors_are_what_torch_loads(tmp_path: Path) -> None:
+    marked = torch.ones(3)
+    vars(marked)["tensor_model_parallel"] = True  # as Megatron-LM marks its tensors
     value = {
         "plain": BASE,
+        "marked": marked,
         "views": [BASE.view(4, 6).T, BASE[3:9], BASE.view(2, 3, 4)[:, 1]],
         "kinds": [torch.arange(-3, 4).abs().to(dtype) for dtype in DTYPES] + [torch.tensor([True, False])],
         "odd": (torch.zeros(0, 3), torch.tensor(2.5)),
         "parameter": torch.nn.Parameter(torch.ones(2)),
     }
     found = read(saved(tmp_path / "a.pt", value))
-    tensors = [found["plain"], *found["views"], *found["kinds"], found["parameter"]]
-    expected = [value["plain"], *value["views"], *value["kinds"], value["parameter"].detach()]
+    tensors = [found["plain"], found["marked"], *found["views"], *found["kinds"], found["parameter"]]
+    expected = [value["plain"], value["marked"], *value["views"], *value["kinds"], value["parameter"].detach()]
     for one, other in zip(tensors, expected, strict=True):
         assert isinstance(one, StoredTensor) and one.dtype == other.dtype
         assert torch.equal(one.read(), other) and one.read().is_contiguous()
