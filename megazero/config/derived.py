@@ -37,15 +37,15 @@ def num_key_value_heads(model: ModelConfig) -> int:
     return model.num_query_groups if model.group_query_attention else model.num_attention_heads
 
 
-def fits_groups(model: ModelConfig, tensor_parallel_size: int) -> bool:
-    """Return True if each tensor-parallel process has whole heads of keys and values, or shares one with others."""
-    groups = num_key_value_heads(model)
-    return groups % tensor_parallel_size == 0 or tensor_parallel_size % groups == 0
-
-
 def key_value_heads_of_rank(model: ModelConfig, tensor_parallel_size: int) -> int:
-    """Return the number of heads of keys, and of values, that a tensor-parallel process computes in a block."""
-    return max(num_key_value_heads(model) // tensor_parallel_size, 1)
+    """Return the number of heads of keys, and of values, that a tensor-parallel process computes in a block.
+
+    Without whole groups, its queries share one, or have one each where they belong to several.
+    """
+    groups = num_key_value_heads(model)
+    if groups % tensor_parallel_size == 0:
+        return groups // tensor_parallel_size
+    return 1 if tensor_parallel_size % groups == 0 else model.num_attention_heads // tensor_parallel_size
 
 
 def key_value_cache_bytes(

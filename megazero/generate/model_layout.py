@@ -12,7 +12,6 @@ from dataclasses import replace
 from megazero.config.derived import (
     block_matrices,
     ffn_hidden_size,
-    fits_groups,
     max_position_embeddings,
     padded_vocab_size,
 )
@@ -82,14 +81,6 @@ def _problems(model: ModelConfig, tp: int, pp: int, world_size: int, with_copies
             " layer, as any other: the size divides both",
             flags(_TENSOR, near_divisors(cuttable, tp)),
         )
-    elif not fits_groups(model, tp):
-        fitting = [size for size in range(1, cuttable + 1) if cuttable % size == 0 and fits_groups(model, size)]
-        yield Problem(
-            f"{_TENSOR} {tp}",
-            f"every process has the keys and values of whole groups of {model.num_query_groups}, or shares one group's"
-            " with others: the size divides that number, or is a multiple of it",
-            flags(_TENSOR, sorted(sorted(fitting, key=lambda size: abs(size - tp))[:2])),
-        )
     if not 1 <= pp <= most_stages:
         yield Problem(
             f"{_STAGES} {pp}",
@@ -117,7 +108,7 @@ def _fitting(model: ModelConfig, world_size: int, with_copies: bool) -> list[Top
         Topology(tp=tp, pp=pp, dp=world_size // (tp * pp))
         for tp in sizes
         for pp in sizes
-        if cuttable % tp == 0 and fits_groups(model, tp) and pp <= _most_stages(model)
+        if cuttable % tp == 0 and pp <= _most_stages(model)
         if tp * pp == world_size or (with_copies and world_size % (tp * pp) == 0)
     ]
 

@@ -2,7 +2,8 @@
 
 A rank has a/t heads.  Where every head has keys and values, they and the queries are one fused matrix.  Grouped-query
 attention (Ainslie et al., arXiv 2305.13245) has keys and values for g heads, in a matrix of their own: g/t of them are
-on a rank, or, where there are more ranks than groups, each rank has all of the matrix and uses one head of it.
+on a rank.  Where t does not divide g, each rank has all of the matrix, and computes the one head that its queries
+share, or, where they belong to several groups, a head for each of its queries.
 
     n = tokens in rows, b = micro-batch, s = sequence, h = hidden, a = heads, g = heads of keys and values,
     d = a head's width, t = tensor-parallel degree
@@ -141,9 +142,12 @@ class SelfAttention(nn.Module):
 
 def _key_value_linear(config: ModelConfig, tp: TensorParallel) -> ColumnParallelLinear | ReplicatedKeyValueLinear:
     """Make the layer of keys and values with fewer heads than queries have."""
-    groups = config.num_query_groups
+    heads, groups, size = config.num_attention_heads, config.num_query_groups, tp.communicator.size
     shape = (2, groups, derived.head_width(config), config.hidden_size)
     init, has_bias = Init("normal", config.init_method_std), derived.has_qkv_bias(config)
-    if groups % tp.communicator.size:
-        return ReplicatedKeyValueLinear(tp, logical_shape=shape, init=init, has_bias=has_bias)
-    return ColumnParallelLinear(tp, logical_shape=shape, split_dim=1, init=init, has_bias=has_bias)
+    if groups % size == 0:
+        return ColumnParallelLinear(tp, logical_shape=shape, split_dim=1, init=init, has_bias=has_bias)
+    first = tp.communicator.rank * (heads // size)
+    of_queries = [head * groups // heads for head in range(first, first + heads // size)]
+    used = of_queries[: derived.key_value_heads_of_rank(config, size)]
+    return ReplicatedKeyValueLinear(tp, logical_shape=shape, used=used, init=init, has_bias=has_bias)

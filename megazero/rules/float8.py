@@ -111,7 +111,7 @@ def _layers(config: RunConfig) -> tuple[_Layer, ...]:
         projected = [_Layer("qkv", hidden, 3 * width)]
     else:
         projected = [_Layer("query", hidden, width)]
-        # With fewer groups than processes the product is never of 8-bit numbers (`ReplicatedKeyValueLinear`).
+        # Without whole groups on a process the product is never of 8-bit numbers (`ReplicatedKeyValueLinear`).
         projected += [_Layer("key_value", hidden, 2 * groups * head // degree)] if groups % degree == 0 else []
     return (
         *projected,

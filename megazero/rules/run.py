@@ -102,21 +102,6 @@ def groups_divide_heads(config: RunConfig, world_size: int) -> Iterator[Problem]
         )
 
 
-def groups_are_cut_evenly(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    groups, degree = derived.num_key_value_heads(config.model), config.parallel.tensor_model_parallel_size
-    heads = config.model.num_attention_heads
-    if heads % groups or heads % degree or derived.fits_groups(config.model, degree):
-        return
-    possible = _tensor_degrees(config, world_size, heads)
-    fits = [size for size in range(1, heads + 1) if possible % size == 0 and derived.fits_groups(config.model, size)]
-    yield Problem(
-        f"{_TENSOR} {degree} --num-query-groups {groups}",
-        "a process has the keys and values of whole groups, or shares one group's with others:"
-        " tensor_model_parallel_size divides num_query_groups, or is a multiple of it",
-        flags(_TENSOR, sorted(sorted(fits, key=lambda size: abs(size - degree))[:2])),
-    )
-
-
 def padding_holds_the_vocabulary(config: RunConfig, world_size: int) -> Iterator[Problem]:
     rows, degree = config.model.pad_vocab_size_to, config.parallel.tensor_model_parallel_size
     least = config.model.vocab_size or 1
@@ -613,7 +598,6 @@ RULES: tuple[Rule, ...] = (
     profile_has_steps,
     heads_divide_hidden_size,
     groups_divide_heads,
-    groups_are_cut_evenly,
     padding_holds_the_vocabulary,
     rotary_width_is_even,
     there_is_one_activation,

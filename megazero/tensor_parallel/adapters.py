@@ -92,7 +92,9 @@ def adapt_column(tp: TensorParallel, layer: ColumnParallelLinear | ReplicatedKey
     if isinstance(layer, ReplicatedKeyValueLinear):
         two, heads, width = outputs
         pairs = (two, heads, width, form.rank)
-        second: nn.Module = ReplicatedKeyValueLinear(tp, logical_shape=pairs, init=init, has_bias=False)
+        second: nn.Module = ReplicatedKeyValueLinear(
+            tp, logical_shape=pairs, used=layer.used, init=init, has_bias=False
+        )
     else:
         shape = (*outputs, form.rank)
         second = ColumnParallelLinear(tp, logical_shape=shape, split_dim=layer.split_dim, init=init, has_bias=False)

@@ -171,24 +171,31 @@ class ColumnParallelLinear(nn.Module):
 
 
 class ReplicatedKeyValueLinear(nn.Module):
-    """A layer of keys and values with fewer heads than ranks: [..., in] to [..., 2 d], those of this rank's queries.
+    """A layer of keys and values whose heads are not cut evenly over the ranks: [..., in] to [..., 2 k d].
 
-    Ranks share heads, so every rank holds all of them and uses one; the weight's gradient is summed over the ranks.
-    logical_shape is [2, heads, d, in].  Its product is never of 8-bit numbers.  adapter: as of a column-parallel layer.
+    Ranks share heads, so every rank holds all of them and computes k, those of its queries; the weight's gradient is
+    summed over the ranks.  logical_shape is [2, heads, d, in].  Its product is never of 8-bit numbers.
+
+    used: the rank's k heads: one for all of its queries, or one for each of them.  adapter: as of a column-parallel
+    layer.
     """
 
     bias: nn.Parameter | None
     adapter: nn.Module | None
 
     def __init__(
-        self, tp: TensorParallel, *, logical_shape: tuple[int, int, int, int], init: Init, has_bias: bool = True
+        self,
+        tp: TensorParallel,
+        *,
+        logical_shape: tuple[int, int, int, int],
+        used: Sequence[int],
+        init: Init,
+        has_bias: bool = True,
     ) -> None:
         super().__init__()
-        heads, size = logical_shape[1], tp.communicator.size
-        assert size % heads == 0, f"{heads} heads of keys and values on {size} ranks"
         self._tp = tp
         self._shape = logical_shape
-        self._head = tp.communicator.rank // (size // heads)
+        self.used = tuple(used)
         self.weight = replicated_parameter(tp, logical_shape, init=init, decay=True, is_inside=True)
         zeros = Init("zeros")
         self.bias = (
@@ -204,9 +211,13 @@ class ReplicatedKeyValueLinear(nn.Module):
 
     def operands(self) -> "ColumnOperands":
         """Return what `column_linears` needs of the layer."""
-        weight = self._tp.use(self.weight).view(self._shape)[:, self._head].flatten(0, 1)
-        bias = None if self.bias is None else self._tp.use(self.bias).view(self._shape[:-1])[:, self._head].flatten()
+        weight = self._of_used(self._tp.use(self.weight).view(self._shape)).flatten(0, 2)
+        bias = None if self.bias is None else self._of_used(self._tp.use(self.bias).view(self._shape[:-1])).flatten()
         return ColumnOperands(weight, bias, LinearSettings(self._tp.border, self._tp.head_products, None, None))
+
+    def _of_used(self, whole: Tensor) -> Tensor:
+        """Return the heads that are used, [2, k, ...], of all, [2, heads, ...]."""
+        return torch.stack([whole[:, head] for head in self.used], dim=1)
 
 
 class RowParallelLinear(nn.Module):

@@ -129,7 +129,7 @@ def attention_call(config: RunConfig, device: torch.device) -> AttentionCall:
         model.attention_dropout,
         config.data.reset_attention_mask or model.position_embedding_type == "alibi",
         config.training.deterministic_mode,
-        max(1, derived.num_key_value_heads(model) // tensor_size),
+        derived.key_value_heads_of_rank(model, tensor_size),
     )
 
 

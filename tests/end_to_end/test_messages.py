@@ -69,21 +69,6 @@ ROWS: dict[str, Row] = {
         {"--group-query-attention": "", "--num-query-groups": "3"},
         ("--num-query-groups 3 --num-attention-heads 4", "divides num_attention_heads", "--num-query-groups 2"),
     ),
-    "groups are neither more than processes nor shared evenly": Row(
-        {
-            "--num-attention-heads": "12",
-            "--hidden-size": "48",
-            "--group-query-attention": "",
-            "--num-query-groups": "4",
-            "--tensor-model-parallel-size": "6",
-        },
-        (
-            "--tensor-model-parallel-size 6 --num-query-groups 4",
-            "divides num_query_groups, or is a multiple",
-            "-size 2",
-        ),
-        ranks=6,
-    ),
     "an odd width is to be rotated": Row(
         {"--position-embedding-type": "rope", "--kv-channels": "7"},
         ("7 of a head's 7 elements rotated", "is even", "--rotary-percent 0.857143", "--kv-channels WIDTH"),

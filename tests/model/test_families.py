@@ -121,6 +121,12 @@ FAMILIES: Mapping[str, Family] = {
         {**_LLAMA, "num_key_value_heads": 2, "rope_parameters": _LLAMA_3},
         llama,
     ),
+    "llama, a group across two ranks": Family(
+        {**LLAMA, "kv_channels": 6, "group_query_attention": True, "num_query_groups": 6},
+        "Llama",
+        {**_LLAMA, "num_key_value_heads": 6},
+        llama,
+    ),
     "llama, interpolated": Family(
         {**LLAMA, "kv_channels": 6, "rotary_seq_len_interpolation_factor": 3.0},
         "Llama",

@@ -55,7 +55,7 @@ class Layers(nn.Module):
         super().__init__()
         plain = {"init": Init("normal", 1.0), "has_bias": False}
         self.column = ColumnParallelLinear(tp, logical_shape=SHAPES["column"], split_dim=1, **plain)
-        self.pairs = ReplicatedKeyValueLinear(tp, logical_shape=SHAPES["pairs"], **plain)
+        self.pairs = ReplicatedKeyValueLinear(tp, logical_shape=SHAPES["pairs"], used=[0], **plain)
         self.row = RowParallelLinear(tp, logical_shape=SHAPES["row"], **plain)
         form = LowRank(RANK, SCALE)
         adapt_column(tp, self.column, form)

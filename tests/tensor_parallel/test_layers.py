@@ -120,7 +120,9 @@ class Grouped(nn.Module):
         self.query = ColumnParallelLinear(tp, logical_shape=(HEADS, HEAD_DIM, HIDDEN), split_dim=0, init=init)
         shape = (2, groups, HEAD_DIM, HIDDEN)
         self.key_value = (
-            ReplicatedKeyValueLinear(tp, logical_shape=shape, init=init)
+            ReplicatedKeyValueLinear(
+                tp, logical_shape=shape, used=[tp.communicator.rank * groups // tp.communicator.size], init=init
+            )
             if groups % tp.communicator.size
             else ColumnParallelLinear(tp, logical_shape=shape, split_dim=1, init=init)
         )
