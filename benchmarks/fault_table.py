@@ -501,8 +501,8 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "tensor_parallel/layers.py",
         "ranks that share keys and values take the first group's",
-        "[whole[:, head] for head in self._used]",
-        "[whole[:, 0] for head in self._used]",
+        "[whole[:, head] for head in self.used]",
+        "[whole[:, 0] for head in self.used]",
         ("tests/tensor_parallel/test_layers.py",),
     ),
     Fault(
