@@ -122,7 +122,8 @@ SECTIONS = (
         "generation",
         "Generation",
         "Texts are continued greedily, with the cache of keys and values and without, beside transformers' `generate`,"
-        " which has a cache too; times have the prompt in them.",
+        " which has a cache too; times have the prompt in them. Other programs kept the machine busy, so CPU seconds"
+        " tell more than tokens a second.",
         generation.body_of,
     ),
     Section(
