@@ -2,8 +2,8 @@
 
     python benchmarks/activation_bytes.py [--output FILE]
 
-A *dry run* takes a real training step of one rank out of many on tensors without values (FakeTensorMode), over torch's
-fake process group, while the ledger counts bytes: it executes a run's code, but takes no memory and only seconds.
+A *dry run* takes a real training step of one rank out of many on tensors without values (FakeTensorMode), over process
+groups that send nothing, while the ledger counts bytes: it executes a run's code, but takes no memory and only seconds.
 *Left for backward* are the bytes that the ledger counts as activations and activation checkpoints when forward has
 ended; every storage of them is traced to the module and the operation that made it, and those to the terms of the
 formula of Reducing Activation Recomputation in Large Transformer Models (Korthikanti et al.), in bytes of a layer:
@@ -24,24 +24,21 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
-from unittest import mock
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from report import HelpFormat, add_output, command, paragraph, publish, table, tell, today
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megazero.activations.copy_stores import HostStore
-from megazero.comm.startup import make_mesh
+from megazero.comm.metered import Meter
+from megazero.comm.startup import dry_mesh
 from megazero.config.run import RunConfig
 from megazero.config.validate import validate
 from megazero.config.values import RawValue
@@ -50,6 +47,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import Phase
 from megazero.parallel.topology import Topology
+from megazero.planner.kernels import gpu_kernels
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
@@ -130,9 +128,8 @@ class Seen:
 
 
 def dry_run(case: Case) -> Seen:
-    """Take one step of rank 0 of tp x dp and return its bytes; no process group may exist beforehand."""
+    """Take one step of rank 0 of tp x dp and return its bytes."""
     config = case.config()
-    dist.init_process_group("fake", rank=0, world_size=case.tp * case.dp, store=FakeStore())
     device = torch.device("cpu")
     births = Births()
     with ExitStack() as stack:
@@ -142,7 +139,7 @@ def dry_run(case: Case) -> Seen:
         for context in (ledger, births, births.in_modules(), kernels(case.kernels)):
             stack.enter_context(context)
         buffers = FusedBuffers(0, device, ledger=ledger)
-        mesh = make_mesh(Topology(tp=case.tp, dp=case.dp), 0, device, buffers)
+        mesh = dry_mesh(Topology(tp=case.tp, dp=case.dp), 0, device, buffers, is_gpu=True, meter=Meter())
         core = build_components(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
         tokens = torch.zeros(case.micro_batch_size, case.seq_length, dtype=torch.int64)
         ledger.reset()
@@ -150,7 +147,6 @@ def dry_run(case: Case) -> Seen:
         training_step(step_context(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
         step = ledger.take()
         core.engine.close()
-    dist.destroy_process_group()
     recomputation = core.activations.recomputation
     copies = None if recomputation is None else recomputation.checkpoints.copies
     return Seen(
@@ -279,34 +275,11 @@ def by_term(survivors: Mapping[Birth, int]) -> dict[str, int]:
     return dict(terms)
 
 
-def kernels(which: Kernels) -> Any:
+def kernels(which: Kernels) -> AbstractContextManager[Any]:
     """Return a context in which the model computes dropout and attention with the operations of these kernels."""
     if which in ("CPU's flash", "CPU's math"):
         return ExitStack()
-    core = _plain if which == "unfused" else _flash
-    return mock.patch.multiple(F, dropout=_dropout, scaled_dot_product_attention=core)
-
-
-def _dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    return torch.native_dropout(x, p, training)[0] if p > 0 and training else x
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropout_p: float, is_causal: bool, enable_gqa: bool
-) -> Tensor:
-    mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
-    return mixed
-
-
-def _plain(
-    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropout_p: float, is_causal: bool, enable_gqa: bool
-) -> Tensor:
-    """Compute causal attention one operation at a time; inputs and result have the shape [b, n, s, d]."""
-    assert is_causal and not enable_gqa
-    scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))  # [b, n, s, s]
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    probabilities = torch.softmax(scores.masked_fill_(future, -torch.inf), dim=-1)
-    return torch.matmul(_dropout(probabilities, dropout_p, training=True), value)
+    return gpu_kernels("unfused" if which == "unfused" else "flash")
 
 
 def by_formula(case: Case) -> int:

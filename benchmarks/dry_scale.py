@@ -1,7 +1,7 @@
 """Takes steps of one rank of very large jobs with fake tensors, and states what start-up and a step cost in Python.
 
 Every layout runs in a process of its own: the real engine around the model of one rank, on torch's fake tensors, which
-have shapes and no memory, and its fake process group, whose collectives return at once.  Seconds are therefore those
+have shapes and no memory, over process groups that send nothing.  Seconds are therefore those
 of Python, of torch's dispatcher and of fake tensors, which cost more than launching a kernel; nothing is computed or
 sent.  Bytes and messages are those that the rank's communicators have counted, with no other rank beside it.
 """
@@ -18,14 +18,13 @@ from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from report import HelpFormat, add_output, heading, new_record, paragraph, publish, table, tell
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megazero
 from megazero.comm.mesh import Mesh
-from megazero.comm.startup import make_mesh
+from megazero.comm.metered import Meter
+from megazero.comm.startup import dry_mesh
 from megazero.config.run import RunConfig
 from megazero.config.validate import validate
 from megazero.config.values import RawValue
@@ -114,27 +113,23 @@ def measure(case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     config, topology = configured(case), Topology(tp=case.tp, pp=case.pp, dp=case.dp)
     rank, device = case.world_size // 2, torch.device("cpu")
-    dist.init_process_group("fake", rank=rank, world_size=case.world_size, store=FakeStore())
-    try:
-        with FakeTensorMode():
-            buffers = FusedBuffers(0, device)
-            mesh = make_mesh(topology, rank, device, buffers)
-            core = build_components(config, mesh, buffers, vocab_size=VOCABULARY)
-            tokens = torch.zeros(1, config.model.seq_length, dtype=torch.int64)
-            batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(case.micro_batches)])
-            context = step_context(config, core)
+    with FakeTensorMode():
+        buffers = FusedBuffers(0, device)
+        mesh = dry_mesh(topology, rank, device, buffers, is_gpu=True, meter=Meter())
+        core = build_components(config, mesh, buffers, vocab_size=VOCABULARY)
+        tokens = torch.zeros(1, config.model.seq_length, dtype=torch.int64)
+        batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(case.micro_batches)])
+        context = step_context(config, core)
 
-            def step() -> None:
-                training_step(context, batch, StepControls(lr=1e-4, loss_scale=1.0))
+        def step() -> None:
+            training_step(context, batch, StepControls(lr=1e-4, loss_scale=1.0))
 
-            start_up = time.perf_counter() - began
-            seconds = [_seconds_of(step) for _ in range(2)]
-            mesh.meter.reset()
-            calls = calls_of(step)
-            sent = messages_and_bytes(mesh)
-            core.engine.close()
-    finally:
-        dist.destroy_process_group()
+        start_up = time.perf_counter() - began
+        seconds = [_seconds_of(step) for _ in range(2)]
+        mesh.meter.reset()
+        calls = calls_of(step)
+        sent = messages_and_bytes(mesh)
+        core.engine.close()
     return {
         **_sizes(core),
         "start_up_seconds": start_up,

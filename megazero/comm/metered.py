@@ -12,7 +12,7 @@ The same calls are written to the flight record, from which a fault is reported 
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -56,6 +56,13 @@ class Meter:
         """Return calls and bytes so far; zeros when there were none."""
         return self._counts.get((axis, collective), Count())
 
+    def counts(self) -> dict[str, dict[str, Count]]:
+        """Return {axis: {collective or copy: calls and bytes so far}}."""
+        table: dict[str, dict[str, Count]] = {}
+        for (axis, collective), count in sorted(self._counts.items()):
+            table.setdefault(axis, {})[collective] = replace(count)
+        return table
+
     def bytes_by_axis(self) -> dict[str, dict[str, int]]:
         """Return {axis: {collective: bytes}} of the collectives that were called."""
         table: dict[str, dict[str, int]] = {}
@@ -73,6 +80,10 @@ class Meter:
 
     def reset(self) -> None:
         self._counts.clear()
+
+    def communicator(self, inner: Communicator, axis: str, key: str = "", links: Links | None = None) -> Communicator:
+        """Return `inner` with its traffic recorded here; arguments: see `MeteredCommunicator`."""
+        return MeteredCommunicator(inner, axis, self, key, links)
 
 
 class MeteredCommunicator:

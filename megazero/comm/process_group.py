@@ -33,11 +33,10 @@ from megazero.comm.interface import LabelMismatch, ReduceKind, Work
 from megazero.memory.lease import Lease, Scratch
 
 _MAX_IN_FLIGHT = 64  # exchanges of one group
-_ALL_GATHER: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
-_REDUCE_SCATTER: Any = (
-    getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
-)
-_ALL_TO_ALL: Any = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+_IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
+ALL_GATHER = "all_gather_single" if _IS_RENAMED else "_allgather_base"
+REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
+ALL_TO_ALL = "all_to_all_single" if _IS_RENAMED else "alltoall_base"
 # Tags of messages: those between two ranks of a group that have the same tag keep their order.  Two communicators of
 # one axis share its groups, so each adds its lane, 0 or 1.
 _TAG, _LABEL, _GATHER = 0, 2, 4
@@ -57,6 +56,9 @@ class ProcessGroupCommunicator:
         lane: 0 or 1; the communicator that has the two groups the other way round has the other number.
         """
         self._group = group
+        self._all_gather: Any = getattr(group, ALL_GATHER)
+        self._reduce_scatter: Any = getattr(group, REDUCE_SCATTER)
+        self._all_to_all: Any = getattr(group, ALL_TO_ALL)
         self._scratch = scratch
         self.size = group.size()
         self.rank = group.rank()
@@ -70,17 +72,17 @@ class ProcessGroupCommunicator:
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         if self._exchanges:
             return self._exchange_to_gather(output, input, label)
-        return _Pending(_ALL_GATHER(self._group, output, input, _asynchronous(AllgatherOptions())))
+        return _Pending(self._all_gather(output, input, _asynchronous(AllgatherOptions())))
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         if self._exchanges:
             return self._exchange_and_sum(output, input)
-        return _Pending(_REDUCE_SCATTER(self._group, output, input, _asynchronous(ReduceScatterOptions())))
+        return _Pending(self._reduce_scatter(output, input, _asynchronous(ReduceScatterOptions())))
 
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         if self._exchanges:
             return self._exchange_slices(output, input)
-        return _Pending(_ALL_TO_ALL(self._group, output, input, [], [], _asynchronous(AllToAllOptions())))
+        return _Pending(self._all_to_all(output, input, [], [], _asynchronous(AllToAllOptions())))
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         options = _asynchronous(AllreduceOptions())

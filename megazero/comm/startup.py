@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 
+from megazero.comm.dry import dry_group, dry_groups
 from megazero.comm.gpu_environment import defaults_line, missing_defaults
 from megazero.comm.groups import Limits, Split, gloo_maker, make_groups, shard_keys, splits
 from megazero.comm.interface import Communicator
@@ -26,7 +27,7 @@ from megazero.comm.mesh import (
     Mesh,
     channel_keys,
 )
-from megazero.comm.metered import Meter, MeteredCommunicator
+from megazero.comm.metered import Meter
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.comm.rendezvous import claim_gpu, open_store
 from megazero.comm.wires.hop_choice import choose_hops
@@ -149,26 +150,67 @@ def make_mesh(
     sums up travels.  nodes: those that the ranks are on; None: one.
     """
     limits = Limits(*(None if limit is None else timedelta(minutes=limit) for limit in (timeout_minutes, join_minutes)))
-    meter = meter or Meter()
     groups = make_groups(splits(topology), rank, device, limits)
     if topology.world_size > 1:
         groups[WORLD] = default_group()
+        if not carries_cpu_tensors(default_group()):
+            split = Split(CONTROL, WORLD, topology.groups(WORLD))
+            groups[CONTROL] = gloo_maker(limits).make(split, rank)
+    return mesh_of_groups(groups, topology, rank, device, scratch, meter=meter or Meter(), wires=wires, nodes=nodes)
+
+
+def dry_mesh(
+    topology: Topology,
+    rank: int,
+    device: torch.device,
+    scratch: Scratch,
+    *,
+    is_gpu: bool,
+    meter: Meter,
+    wires: Wires = PLAIN,
+    nodes: Nodes | None = None,
+) -> Mesh:
+    """Make the mesh of one rank of a job that does not exist: its process groups send nothing (`dry.py`).
+
+    is_gpu: the ranks' devices are GPUs, whose groups are NCCL's, else CPUs.  The other arguments: see `make_mesh`.
+    """
+    backend = "nccl" if is_gpu else "gloo"
+    groups = dry_groups(splits(topology), rank, backend)
+    if topology.world_size > 1:
+        everyone = range(topology.world_size)
+        groups[WORLD] = dry_group(everyone, rank, backend)
+        if is_gpu:
+            groups[CONTROL] = dry_group(everyone, rank, "gloo")
+    return mesh_of_groups(groups, topology, rank, device, scratch, meter=meter, wires=wires, nodes=nodes)
+
+
+def mesh_of_groups(
+    groups: Mapping[str, dist.ProcessGroup | None],
+    topology: Topology,
+    rank: int,
+    device: torch.device,
+    scratch: Scratch,
+    *,
+    meter: Meter,
+    wires: Wires,
+    nodes: Nodes | None,
+) -> Mesh:
+    """Stack the communicators of a mesh on process groups, by key; a collective call of all ranks."""
     axes = {axis: axis for axis in (*AXES, ENDS, WORLD)} | dict.fromkeys(channel_keys(topology.pp), "pp")
     links = {
         axis: links_of(nodes, topology.group_of(rank, axis), rank, groups.get(axis)) for axis in set(axes.values())
     }
     communicators: dict[str, Communicator] = {
-        key: MeteredCommunicator(_communicator(groups.get(key), scratch), axis, meter, key, links[axis])
+        key: meter.communicator(_communicator(groups.get(key), scratch), axis, key, links[axis])
         for key, axis in axes.items()
         if axis != "dp"
     }
     both = data_parallel(groups.get("dp"), groups.get(GATHERING), scratch)
     for key, communicator in zip(("dp", GATHERING), both, strict=True):
-        communicators[key] = MeteredCommunicator(communicator, "dp", meter, key, links["dp"])
-    if topology.world_size > 1 and not carries_cpu_tensors(default_group()):
-        group = gloo_maker(limits).make(Split(CONTROL, WORLD, topology.groups(WORLD)), rank)
+        communicators[key] = meter.communicator(communicator, "dp", key, links["dp"])
+    if (group := groups.get(CONTROL)) is not None:
         control = links_of(nodes, range(topology.world_size), rank, group)
-        communicators[CONTROL] = MeteredCommunicator(_communicator(group, NO_SCRATCH), WORLD, meter, CONTROL, control)
+        communicators[CONTROL] = meter.communicator(_communicator(group, NO_SCRATCH), WORLD, CONTROL, control)
     mesh = Mesh(topology, rank, device, communicators, meter)
     _connect_stages(mesh)
     return _with_shards(mesh, topology, wires, groups, scratch, nodes)
@@ -206,10 +248,10 @@ def _with_shards(
         if groups.get(first) is not None:
             both = data_parallel(groups.get(first), groups.get(second), scratch)
             for key, communicator in zip((first, second), both, strict=True):
-                made[key] = MeteredCommunicator(communicator, first, mesh.meter, key, links[first])
+                made[key] = mesh.meter.communicator(communicator, first, key, links[first])
     for axis in (REPLICAS, SECONDARY):
         if groups.get(axis) is not None:
-            made[axis] = MeteredCommunicator(_communicator(groups[axis], scratch), axis, mesh.meter, axis, links[axis])
+            made[axis] = mesh.meter.communicator(_communicator(groups[axis], scratch), axis, axis, links[axis])
     if topology.replicas > 1 and topology.size(SHARDS) == 1:
         made |= dict.fromkeys((SHARDS, SHARD_GATHERING), LocalCommunicator())
     mesh = replace(mesh, topology=topology, communicators={**mesh.communicators, **made})

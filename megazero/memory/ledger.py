@@ -105,6 +105,8 @@ class Ledger:
     PyTorch's on CUDA, none elsewhere.  On CUDA a storage counts as the multiple of 512 bytes that it occupies.
     limit_bytes: the most that may be alive; beyond it operations and calls raise MemoryLimitError, once a step.
     unit: returns the module or the parameter that forward or backward has come to, for pictures.
+    rounds_to: the bytes whose multiple a storage counts as; by default the 512 of CUDA there, 1 elsewhere.
+    watch: called with the key of a storage on the device and its bytes from now on, 0 when it is freed.
     """
 
     is_kept = True
@@ -116,10 +118,13 @@ class Ledger:
         limit_bytes: int | None = None,
         allocator: Callable[[], int] | None = None,
         unit: Callable[[], str] = str,
+        rounds_to: int | None = None,
+        watch: Callable[[int, int], None] | None = None,
     ) -> None:
         on_cuda = device.type == "cuda"
         self._device = device
-        self._unit = _CUDA_UNIT_BYTES if on_cuda else 1
+        self._unit = rounds_to or (_CUDA_UNIT_BYTES if on_cuda else 1)
+        self._changed_size = watch or _ignore
         self._allocator = allocator or ((lambda: torch.cuda.memory_allocated(device)) if on_cuda else None)
         self._limit = None if limit_bytes is None else MemoryLimit(limit_bytes)
         self._watch = _Watch()
@@ -175,7 +180,18 @@ class Ledger:
         entry.is_pinned = is_pinned
         if entry.label is not None:
             self._changed(-entry.nbytes, entry.label)
+            self._changed_size(entry.key, 0)
             entry.label = None
+
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """Return True if the tensor's storage is the host's."""
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return entry is not None and entry.label is None
+
+    @property
+    def current_phase(self) -> Phase | None:
+        """The phase of the step that has begun last; None before the first one."""
+        return self._phases[-1].phase if self._phases else None
 
     def phase(self, phase: Phase) -> None:
         self._end_phase()
@@ -251,6 +267,7 @@ class Ledger:
         nbytes = self._occupied(storage)
         if nbytes != entry.nbytes:
             self._changed(nbytes - entry.nbytes, entry.label)
+            self._changed_size(entry.key, nbytes)
             entry.nbytes = nbytes
 
     def _label_of_new(self) -> _Label:
@@ -260,7 +277,9 @@ class Ledger:
 
     def _enter(self, tensor: Tensor, storage: torch.UntypedStorage, label: _Label) -> None:
         if tensor.device == self._device:
-            self._changed(self._new_entry(storage, label).nbytes, label)
+            entry = self._new_entry(storage, label)
+            self._changed(entry.nbytes, label)
+            self._changed_size(entry.key, entry.nbytes)
 
     def _new_entry(self, storage: torch.UntypedStorage, label: _Label | None) -> _Entry:
         entry = _Entry(storage, self._died)
@@ -274,6 +293,7 @@ class Ledger:
         del self._live[entry.key]
         if entry.label is not None:
             self._changed(-entry.nbytes, entry.label)
+            self._changed_size(entry.key, 0)
 
     def _changed(self, nbytes: int, label: _Label) -> None:
         """Record a change in one append, so that a storage's death meanwhile, in any thread, does no harm."""
@@ -293,11 +313,14 @@ class Ledger:
     def _check_limit(self) -> None:
         if self._limit is not None and self._limit.is_newly_exceeded(self._changes):
             self._name_activations()  # the forward that is running will not finish
-            during = self._phases[-1].phase if self._phases else None
-            raise limit_error(self._limit.nbytes, self.live_bytes(), during)
+            raise limit_error(self._limit.nbytes, self.live_bytes(), self.current_phase)
 
     def _occupied(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._unit) * self._unit
+
+
+def _ignore(key: int, nbytes: int) -> None:
+    """Stand for a watch that there is none of."""
 
 
 def open_ledger(

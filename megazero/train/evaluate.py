@@ -1,11 +1,12 @@
 """The loss on held-out text: the same first samples every time, so that evaluations can be compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from megazero.data.loader import BatchLayout, build_step_batch
+from megazero.data.loader import BatchLayout, MicroBatch, build_step_batch
 from megazero.data.samples import Samples
 from megazero.pipeline.runtime import execute
 from megazero.train.attention_kernel import prefer_kernel
@@ -44,12 +45,7 @@ def evaluate(context: StepContext, held_out: EvaluationSet, stops: Callable[[], 
         exchange = context.mesh.control.all_reduce_scalars(stop, "max")
         first = index * held_out.layout.global_batch_size
         micro_batches = build_step_batch(held_out.source, first, held_out.layout).micro_batches
-        actions = context.plan.evaluation(len(micro_batches))
-        passes = StagePasses(context, micro_batches, actions)
-        with prefer_kernel(context.attention):
-            execute(actions, passes)
-            passes.finish()
-        totals += torch.stack([passes.loss_sum, passes.num_tokens])
+        totals += sums_of(context, micro_batches)
         exchange.wait()
         is_cut = stop.item() > 0 and index + 1 < held_out.num_batches
         if is_cut:
@@ -61,3 +57,14 @@ def evaluate(context: StepContext, held_out: EvaluationSet, stops: Callable[[], 
     context.mesh.world.all_reduce_scalars(totals).wait()
     loss_sum, num_tokens = totals.tolist()
     return float(loss_sum / max(num_tokens, 1.0))
+
+
+@torch.no_grad()
+def sums_of(context: StepContext, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """Return this rank's sums of a global batch, float64 [2]: of the losses, and the number of tokens they are of."""
+    actions = context.plan.evaluation(len(micro_batches))
+    passes = StagePasses(context, micro_batches, actions)
+    with prefer_kernel(context.attention):
+        execute(actions, passes)
+        passes.finish()
+    return torch.stack([passes.loss_sum, passes.num_tokens])

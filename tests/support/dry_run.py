@@ -1,4 +1,4 @@
-"""Runs training steps of one rank out of many with fake tensors and torch's fake process group, and prints JSON.
+"""Runs training steps of one rank out of many with fake tensors over groups that send nothing, and prints JSON.
 
 python dry_run.py '[[RANK, DP, TP, STAGE], [RANK, DP, TP, STAGE, PP, SETTINGS], ...]'
 
@@ -12,15 +12,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from support.configs import make_run
 from support.flat_layout import padded_numel
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
-from megazero.comm.startup import make_mesh
+from megazero.comm.startup import dry_mesh
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.data_axis import data_axis
@@ -64,12 +62,13 @@ def step(
         "logits_chunk_bytes": 1 << 30,  # one chunk of the head instead of a hundred
     }
     config = make_run(**{**given, **settings})
-    dist.init_process_group("fake", rank=rank, world_size=dp * tp * pp, store=FakeStore())
     with FakeTensorMode():
         device = torch.device("cpu")
         buffers = FusedBuffers(0, device)
         topology = data_axis(config.zero, Topology(tp=tp, dp=dp, pp=pp), nodes)
-        mesh = make_mesh(topology, rank, device, buffers, wires=wires(config.zero), nodes=nodes)
+        mesh = dry_mesh(
+            topology, rank, device, buffers, is_gpu=True, meter=Meter(), wires=wires(config.zero), nodes=nodes
+        )
         core = build_components(config, mesh, buffers, vocab_size=50257)
         tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
         batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(num_micro_batches)])
@@ -81,7 +80,6 @@ def step(
         statistics = messages_of(mesh.meter)
         core.engine.close()
     times = times_of(mesh, core.timers)
-    dist.destroy_process_group()
     return {
         "padded": padded_numel(core.engine.layout, trainable=True),
         "states": asdict(core.engine.model_state_bytes()),

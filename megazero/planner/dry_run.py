@@ -1,0 +1,220 @@
+"""Runs one rank of a job dry: the real code of a run on tensors without values, over groups that send nothing.
+
+torch's fake tensors have shapes and no memory, so a rank of any size runs on a small machine; what it would allocate,
+compute, send and copy is recorded (`recorder.py`, `memory/ledger.py`).  The parts of a trace run one after the other:
+start-up, two steps, an evaluation and a save, the last two where the run has them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megazero.checkpoint.engine_state import saved_fragments
+from megazero.comm.metered import Count
+from megazero.comm.startup import dry_mesh
+from megazero.config import derived
+from megazero.config.run import RunConfig
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.ledger import Ledger
+from megazero.memory.ledger_figures import HostMemoryKind, StepMemory
+from megazero.parallel.nodes import Nodes
+from megazero.parallel.topology import Topology
+from megazero.planner.allocator import ROUNDING, AllocatorModel, CachingAllocator, ExactAllocator
+from megazero.planner.kernels import kernels
+from megazero.planner.recorder import Recorder, RecordingTrace, SourceLine
+from megazero.planner.trace import Part, RankTrace
+from megazero.train.build import build_components, step_context
+from megazero.train.components import RunComponents
+from megazero.train.context import StepContext
+from megazero.train.evaluate import sums_of
+from megazero.train.start.check import topology
+from megazero.train.step import StepControls, training_step
+from megazero.zero.plan import wires
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class DryJob:
+    """A job that is run dry.
+
+    config: its settings, none of them "auto"; vocab_size: before padding.  nodes: those of its ranks.
+    is_gpu: its devices are GPUs, else CPUs.
+    """
+
+    config: RunConfig
+    vocab_size: int
+    nodes: Nodes
+    is_gpu: bool
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.nodes.ranks_per_node)
+
+    @property
+    def topology(self) -> Topology:
+        return topology(self.config, self.world_size, self.nodes)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The micro-batches of one rank in one step."""
+        return derived.num_micro_batches(self.config, self.world_size)
+
+
+@dataclass(frozen=True, eq=False)
+class PartRecord:
+    """What one part of a dry rank has taken.
+
+    memory: live bytes on the device through the part.  needed, reserved: the most bytes that the device's allocator
+    needs, and takes where there is enough (`allocator.py`).  host: bytes in host memory at the part's end, by kind.
+    unit, line: the module or parameter, and the line, that the rank had come to at the peak.
+    traffic: {axis: {collective or copy: count}}.
+    """
+
+    memory: StepMemory
+    needed: int
+    reserved: int
+    host: Mapping[HostMemoryKind, int]
+    unit: str
+    line: SourceLine | None
+    traffic: Mapping[str, Mapping[str, Count]]
+
+
+class RankRecord(NamedTuple):
+    """A dry rank: its events, what its parts have taken, and sizes of its model."""
+
+    trace: RankTrace
+    parts: Mapping[Part, PartRecord]
+    numel: int
+    padded_numel: int
+
+
+class DryRank:
+    """One rank of a job, with its components, in the contexts that make it dry; close it with the stack."""
+
+    def __init__(self, job: DryJob, rank: int, stack: ExitStack) -> None:
+        self.job, self.rank = job, rank
+        self.allocator: AllocatorModel = CachingAllocator() if job.is_gpu else ExactAllocator()
+        self.ledger = Ledger(
+            CPU,
+            unit=lambda: self.recorder.unit(),
+            rounds_to=ROUNDING if job.is_gpu else 1,
+            watch=self.allocator.changed,
+        )
+        self.recorder = Recorder(self.ledger, job.topology, rank, job.nodes, is_gpu=job.is_gpu)
+        attention = kernels(is_gpu=job.is_gpu, attention=job.config.training.attention_backend)
+        for context in (FakeTensorMode(), self.ledger, self.recorder, attention):
+            stack.enter_context(context)
+        self.records: dict[Part, PartRecord] = {}
+
+    def build(self) -> RunComponents:
+        """Make the mesh and the components of the run."""
+        job = self.job
+        buffers = FusedBuffers(0, CPU, ledger=self.ledger)
+        mesh = dry_mesh(
+            job.topology,
+            self.rank,
+            CPU,
+            buffers,
+            is_gpu=job.is_gpu,
+            meter=self.recorder.meter,
+            wires=wires(job.config.zero),
+            nodes=job.nodes,
+        )
+        core = build_components(job.config, mesh, buffers, vocab_size=job.vocab_size, ledger=self.ledger)
+        return replace(core, trace=RecordingTrace(self.recorder))
+
+    def take(self, name: Part, run: Callable[[], object]) -> None:
+        """Run a part of the trace and record what it takes."""
+        self.allocator.reset_peaks()
+        with self.recorder.part(name):
+            run()
+        memory = self.ledger.take()
+        at = memory.peak_operation
+        units = [mark.name for mark in memory.timeline.units if mark.operation < max(at, 1)]
+        self.records[name] = PartRecord(
+            memory=memory,
+            needed=self.allocator.needed_peak,
+            reserved=self.allocator.reserved_peak,
+            host=memory.elsewhere,
+            unit=units[-1] if units else "",
+            line=self.recorder.line_of(at),
+            traffic=self.recorder.meter.counts(),
+        )
+
+
+def run_rank(job: DryJob, rank: int, parts: Sequence[Part]) -> RankRecord:
+    """Run a rank through these parts, in this order, the first of which is the start-up."""
+    with ExitStack() as stack:
+        dry = DryRank(job, rank, stack)
+        made: list[RunComponents] = []
+        dry.take("start-up", lambda: made.append(dry.build()))
+        core = made.pop()
+        context = step_context(job.config, core)
+        stack.enter_context(dry.recorder.modules_of(core.model))
+        batch = made_up_batch(job)
+        controls = StepControls(lr=job.config.optimizer.lr or 0.0, loss_scale=1.0)
+        step = lambda: training_step(context, batch, controls)  # noqa: E731
+        runs: dict[Part, Callable[[], object]] = {
+            "first step": step,
+            "steady step": step,
+            "evaluation": lambda: evaluate_once(context, batch),
+            "save": lambda: _save(core, dry.recorder, is_gpu=job.is_gpu),
+        }
+        for part in parts[1:]:
+            dry.take(part, runs[part])
+        layout = core.engine.layout
+        numel = layout.used_numel(trainable=True)
+        padded = sum(section.numel for section in layout.sections)
+        core.engine.close()
+    coordinates = {axis: core.mesh.coordinate(axis) for axis in ("tp", "pp", "dp")}
+    trace = RankTrace(rank, coordinates, dry.recorder.channels, dry.recorder.parts)
+    return RankRecord(trace, dry.records, numel, padded)
+
+
+def made_up_batch(job: DryJob) -> StepBatch:
+    """Return a rank's step of samples, as the loader makes them but for their values."""
+    training, length = job.config.training, job.config.model.seq_length
+    shape = (training.micro_batch_size, length)
+
+    def tokens() -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    data = job.config.data
+
+    def micro_batch(number: int) -> MicroBatch:
+        mask = torch.zeros(shape) if data.eod_mask_loss else None
+        positions = tokens() if data.reset_position_ids else None
+        documents = torch.zeros(shape, dtype=torch.int32) if data.reset_attention_mask else None
+        return MicroBatch(number, tokens(), tokens(), mask, positions, documents)
+
+    return StepBatch(0, [micro_batch(number) for number in range(job.num_micro_batches)])
+
+
+def differing_ranks(job: DryJob) -> Iterator[int]:
+    """Yield the ranks of the first, a middle and the last pipeline stage, with tensor and data coordinate 0."""
+    stages = job.topology.pp
+    for stage in sorted({0, stages // 2, stages - 1}):
+        yield job.topology.rank_of(pp=stage)
+
+
+def evaluate_once(context: StepContext, batch: StepBatch) -> None:
+    """Compute the loss on one global batch, as an evaluation does for each of its batches."""
+    context.model.train(False)
+    sums = sums_of(context, batch.micro_batches)
+    context.model.train(True)
+    context.mesh.world.all_reduce_scalars(sums).wait()
+
+
+def _save(core: RunComponents, recorder: Recorder, *, is_gpu: bool) -> None:
+    """Record what saving copies and writes: the state that the rank owns, box by box in host memory."""
+    for fragment in saved_fragments(core.engine):
+        nbytes = (fragment.stop - fragment.start) * fragment.dtype.itemsize
+        if is_gpu:
+            recorder.stored(nbytes)
+        recorder.file_access("write", nbytes)

@@ -1,0 +1,89 @@
+"""Kernels that a machine has, where tensors without values lie in the memory of another one.
+
+A plan for GPUs is made on a CPU.  There torch would take the operations of a CPU, of which two differ in what they
+leave for backward: dropout, whose mask is of the activation's dtype on a CPU and one byte an element on a GPU, and
+attention, which has no flash kernel with dropout on a CPU.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@contextmanager
+def gpu_kernels(attention: str = "flash") -> Iterator[None]:
+    """Compute dropout and attention inside by the operations that a GPU has, in place of torch's functions.
+
+    A function mode would not do: torch switches it off in backward, where activations are recomputed.
+    attention: "flash", or "unfused": one operation at a time, with matrices of scores.
+    """
+    plain, dropout = F.scaled_dot_product_attention, F.dropout
+    core = _unfused if attention == "unfused" else _flash
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+        if attn_mask is not None:  # FlashAttention takes none
+            return plain(query, key, value, attn_mask, **options)
+        return core(query, key, value, **options)
+
+    F.scaled_dot_product_attention, F.dropout = attend, _dropout  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.dropout = plain, dropout
+
+
+def kernels(*, is_gpu: bool, attention: str) -> AbstractContextManager[Any]:
+    """Return a context in which a model computes with the kernels of the devices that a plan is for.
+
+    attention: the setting attention_backend.
+    """
+    return gpu_kernels(attention) if is_gpu else nullcontext()
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, training)[0] if p > 0 and training else input
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    kernel: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
+    if enable_gqa:
+        key, value = (_repeated(part, query.shape[1]) for part in (key, value))
+    mixed: Tensor = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return mixed
+
+
+def _repeated(part: Tensor, heads: int) -> Tensor:
+    """Return keys or values with as many heads as queries have; views of the same memory, as the kernel takes them."""
+    batch, groups, length, width = part.shape
+    return part[:, :, None].expand(batch, groups, heads // groups, length, width).flatten(1, 2)
+
+
+def _unfused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute attention one operation at a time; inputs and result have the shape [b, n, s, d]."""
+    if enable_gqa:
+        key, value = (_repeated(part, query.shape[1]) for part in (key, value))
+    scores = torch.matmul(query * (scale or query.shape[-1] ** -0.5), key.transpose(-1, -2))  # [b, n, s, s]
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill_(future, -torch.inf)
+    return torch.matmul(_dropout(torch.softmax(scores, dim=-1), dropout_p), value)

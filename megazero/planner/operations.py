@@ -1,0 +1,165 @@
+"""What an operator call is to a machine: a kernel with its floating-point operations and bytes, or nothing at all."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megazero.planner.trace import Operand, Operation
+
+# Operators without a kernel beside views: memory that is only taken, resized or named anew.
+_NO_KERNEL = frozenset(
+    [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+        "detach",
+        "detach_",
+        "alias",
+        "lift_fresh",
+        "_unsafe_view",
+        "_reshape_alias",
+        "is_same_size",
+        "_local_scalar_dense",
+        "item",
+    ]
+)
+# Operators that read of their first tensor only what the others select, and those that write only there.
+_LOOKED_UP = frozenset(["embedding", "index", "index_select", "gather"])
+_WRITTEN_IN_PLACES = frozenset(["index_add_", "index_put_", "index_copy_", "scatter_", "scatter_add_"])
+# Operators that overwrite what they change, without reading it.
+_OVERWRITING = frozenset(
+    ["copy_", "zero_", "fill_", "masked_fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"]
+)
+
+
+class _Kind(NamedTuple):
+    """What an operator's schema says: whether it only makes views, and which arguments it writes to."""
+
+    name: str
+    has_kernel: bool
+    written: frozenset[str]
+    outs: frozenset[str]
+    arguments: tuple[str, ...]
+
+
+class Operations:
+    """The kernels of a trace; equal ones are one object."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Any, _Kind] = {}
+        self._known: dict[tuple[Any, ...], Operation] = {}
+
+    def of_call(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> tuple[Operation, list[Tensor]] | None:
+        """Return the kernel of an operator call and the tensors that go into it; None for a call without a kernel."""
+        kind = self._kinds.get(func) or self._kinds.setdefault(func, _kind(func))
+        if not kind.has_kernel:
+            return None
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not inputs and not outputs:
+            return None
+        sizes = tuple((tensor.shape, tensor.dtype) for tensor in (*inputs, *outputs))
+        key = (func, len(inputs), sizes)
+        operation = self._known.get(key)
+        if operation is None:
+            operation = self._known[key] = _operation(kind, func, args, kwargs, result, inputs, outputs)
+        return operation, inputs
+
+
+def _kind(func: Any) -> _Kind:
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    outs = frozenset(a.name for a in schema.arguments if a.name in written and a.kwarg_only)
+    aliases = any(r.alias_info is not None for r in schema.returns)
+    is_view = aliases and not written
+    arguments = tuple(a.name for a in schema.arguments)
+    return _Kind(name, not is_view and name not in _NO_KERNEL, written, outs, arguments)
+
+
+def _operation(
+    kind: _Kind,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> Operation:
+    named = [*zip(kind.arguments, args, strict=False), *kwargs.items()]
+    given = [(name, leaf) for name, value in named for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    changed = [leaf for name, leaf in given if name in kind.written]
+    read = [leaf for name, leaf in given if name not in kind.written]
+    overwrites = kind.name in _OVERWRITING
+    read_bytes = sum(leaf.nbytes for leaf in read)
+    read_bytes += sum(leaf.nbytes for name, leaf in given if name in kind.written - kind.outs and not overwrites)
+    written_bytes = sum(leaf.nbytes for leaf in changed) or sum(leaf.nbytes for leaf in outputs)
+    if kind.name in _LOOKED_UP and read:
+        read_bytes += sum(leaf.nbytes for leaf in outputs) - read[0].nbytes
+    elif kind.name in _WRITTEN_IN_PLACES and changed:
+        moved = max((leaf.nbytes for leaf in read), default=0)
+        read_bytes, written_bytes = read_bytes - changed[0].nbytes + moved, moved
+    flops = _flops(func, args, kwargs, result)
+    multiplied = next((leaf.dtype for leaf in inputs if leaf.is_floating_point()), torch.float32)
+    return Operation(
+        name=kind.name,
+        inputs=tuple(map(_operand, inputs)),
+        outputs=tuple(map(_operand, outputs)),
+        flops=flops,
+        math=_dtype_name(multiplied) if flops else "",
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+    )
+
+
+def _operand(tensor: Tensor) -> Operand:
+    return Operand(tuple(tensor.shape), _dtype_name(tensor.dtype))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cpu_attention(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+    """Return the operations of scores and their product with values: query [b, n, s, d], key [b, n, t, d]."""
+    return 4 * query.numel() * key.shape[2]
+
+
+def _cpu_attention_backward(grad: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+    """Return the operations of the backward's five products, of which the first are the scores once more."""
+    return 10 * query.numel() * key.shape[2]
+
+
+def _pointwise_linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    """Return the operations of oneDNN's x weight^T: x [..., k], weight [n, k]."""
+    return 2 * x.numel() * weight.shape[0]
+
+
+# Operators whose operations torch does not count.
+_UNCOUNTED: Mapping[str, Callable[..., int]] = MappingProxyType(
+    {
+        "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
+        "mkldnn::_linear_pointwise": _pointwise_linear,
+    }
+)
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    own = _UNCOUNTED.get(func._schema.name)
+    counted = flop_registry.get(func.overloadpacket)
+    if own is not None:
+        return own(*args, **kwargs)
+    return 0 if counted is None else int(partial(counted, *args, **kwargs)(out_val=result))

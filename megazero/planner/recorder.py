@@ -1,0 +1,282 @@
+"""Records what a dry rank does: kernels, messages, copies and waits, in order, with their places in model and step.
+
+The recorder is a dispatch mode inside the ledger's (`memory/ledger.py`): both see the same operations.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero.comm.interface import FILE, Collective, Communicator, FileTransfer, HostTransfer, ReduceKind, Work
+from megazero.comm.links import Links
+from megazero.comm.mesh import CONTROL
+from megazero.comm.metered import Meter, sent_bytes
+from megazero.memory.ledger import Ledger
+from megazero.memory.ledger_figures import Phase as LedgerPhase
+from megazero.parallel.nodes import Nodes
+from megazero.parallel.topology import Topology
+from megazero.pipeline.schedule import Action
+from megazero.pipeline.timeline import Span
+from megazero.planner.operations import Operations
+from megazero.planner.trace import (
+    Begin,
+    Channel,
+    Compute,
+    Copy,
+    Event,
+    FileAccess,
+    Message,
+    Part,
+    Phase,
+    Wait,
+    Waiter,
+    Where,
+)
+
+_DEVICE_READ = torch.ops.prim.device.default
+_TORCH = torch.__file__.removesuffix("__init__.py")
+_OWN = (__file__.removesuffix("recorder.py"), sys.modules[Ledger.__module__].__file__ or "")
+
+
+class SourceLine(NamedTuple):
+    """A line of source code."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Recorder(TorchDispatchMode):
+    """The events of one rank, part by part, kept while entered as a context inside the ledger's."""
+
+    def __init__(self, ledger: Ledger, topology: Topology, rank: int, nodes: Nodes, *, is_gpu: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parts: dict[Part, tuple[Event, ...]] = {}
+        self.channels: dict[str, Channel] = {}
+        self.meter = RecordingMeter(self)
+        self._ledger = ledger
+        self._topology, self._rank, self._nodes = topology, rank, nodes
+        self._waits_on: Waiter = "device" if is_gpu else "host"
+        self._operations = Operations()
+        self._places: dict[tuple[Phase, str], Where] = {}
+        self._names: Mapping[nn.Module, str] = {}
+        self._modules: list[str] = []
+        self._events: list[Event] = []
+        self._lines: list[tuple[CodeType, int] | None] = []
+        self._arriving: dict[int, int] = {}  # storages that a copy is on its way to, and the copy's number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is _DEVICE_READ:
+            return result
+        self._lines.append(_line())
+        call = self._operations.of_call(func, args, kwargs or {}, result)
+        if call is not None:
+            self._compute(*call)
+        return result
+
+    @contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        """Record what happens inside as a part of the trace; the ledger's figures begin anew with it."""
+        self._ledger.reset()
+        self._events, self._lines, self._arriving = [], [], {}
+        self.meter.reset()
+        yield
+        self.parts[name] = tuple(self._events)
+
+    @contextmanager
+    def modules_of(self, model: nn.Module) -> Iterator[None]:
+        """Name events by the modules of `model` inside."""
+        self._names = {module: name for name, module in model.named_modules()}
+        before = register_module_forward_pre_hook(lambda module, _: self._modules.append(self._names.get(module, "")))
+        after = register_module_forward_hook(lambda *_: self._modules.__delitem__(-1), always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def unit(self) -> str:
+        """Return the name of the module or parameter that the rank has come to, for the ledger."""
+        return next((name for name in reversed(self._modules) if name), "") or self.meter.flight.unit
+
+    def line_of(self, operation: int) -> SourceLine | None:
+        """Return the line that ran this operation of the part, the innermost outside of torch; None if none did."""
+        found = self._lines[operation - 1] if 0 < operation <= len(self._lines) else None
+        return found and SourceLine(found[0].co_filename, found[1], found[0].co_qualname)
+
+    def begin(self, action: Action) -> None:
+        """Record the start of a pipeline action."""
+        self._events.append(Begin(action.kind.value, action.micro_batch, action.chunk))
+
+    def message(
+        self, channel: str, collective: Collective | str, peer: int | None, payload: int, sent: tuple[int, int]
+    ) -> Callable[[], None]:
+        """Record a message that begins, and return the function to call where it is waited for."""
+        events, number = self._events, len(self._events)
+        events.append(Message(channel, collective, peer, payload, *sent, self._where()))
+        waiter: Waiter = "host" if channel == CONTROL else self._waits_on
+
+        def wait() -> None:
+            if events is self._events:
+                events.append(Wait(number, waiter))
+
+        return wait
+
+    def file_access(self, way: FileTransfer, nbytes: int) -> None:
+        """Record bytes that a file is given or asked for."""
+        self._events.append(FileAccess(way, nbytes, self._where()))
+
+    def stored(self, nbytes: int) -> None:
+        """Record a copy from the device to the host that no operation makes in a dry run."""
+        self._events.append(Copy("store", nbytes, self._where()))
+
+    def channel(self, key: str, axis: str) -> Channel:
+        """Return the description of this rank's communicator, which the trace has from now on."""
+        ranks = tuple(self._topology.group_of(self._rank, axis))
+        return self.channels.setdefault(key, Channel(axis, ranks, tuple(self._nodes.of_all(ranks))))
+
+    def _compute(self, operation: Any, inputs: Sequence[Tensor]) -> None:
+        on_host = [self._ledger.is_elsewhere(tensor) for tensor in inputs]
+        if operation.name == "copy_" and len(on_host) == 2 and on_host[0] != on_host[1]:
+            target = inputs[0].untyped_storage()._cdata
+            self._arriving[target] = len(self._events)
+            self._events.append(Copy("store" if on_host[0] else "load", inputs[1].nbytes, self._where()))
+            return
+        home = "host" if any(on_host) else "device"
+        if self._arriving:
+            for tensor in inputs:
+                number = self._arriving.pop(tensor.untyped_storage()._cdata, None)
+                if number is not None:
+                    self._events.append(Wait(number, "host" if home == "host" else self._waits_on))
+        self._events.append(Compute(operation, self._where(), "host" if home == "host" else "device"))
+
+    def _where(self) -> Where:
+        place = self._phase(), self.unit()
+        return self._places.get(place) or self._places.setdefault(place, Where(*place))
+
+    def _phase(self) -> Phase:
+        phase: LedgerPhase | None = self._ledger.current_phase
+        if phase is None:
+            return ""
+        return "recompute" if phase == "backward" and self._modules else phase
+
+
+class RecordingMeter(Meter):
+    """A meter whose communicators are recorded as well, and accesses to files."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def record(
+        self, axis: str, collective: Collective | HostTransfer | FileTransfer, nbytes: int, across: int = 0
+    ) -> None:
+        super().record(axis, collective, nbytes, across)
+        if axis == FILE and (collective == "write" or collective == "read"):
+            self._recorder.file_access(collective, nbytes)
+
+    def communicator(self, inner: Communicator, axis: str, key: str = "", links: Links | None = None) -> Communicator:
+        metered = super().communicator(inner, axis, key, links)
+        return metered if inner.size == 1 else _Recorded(metered, self._recorder, axis, key or axis, links)
+
+
+class _Recorded:
+    """A communicator whose messages are recorded."""
+
+    def __init__(self, inner: Communicator, recorder: Recorder, axis: str, key: str, links: Links | None) -> None:
+        self._inner, self._recorder, self._key, self._links = inner, recorder, key, links
+        self._ranks = recorder.channel(key, axis).ranks
+        self.size, self.rank = inner.size, inner.rank
+
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
+        wait = self._begun("all_gather", output)
+        return _RecordedWork(self._inner.all_gather_into(output, input, label), wait)
+
+    def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
+        wait = self._begun("reduce_scatter", input)
+        return _RecordedWork(self._inner.reduce_scatter_into(output, input, key), wait)
+
+    def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
+        wait = self._begun("all_to_all", input)
+        return _RecordedWork(self._inner.all_to_all_into(output, input), wait)
+
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        wait = self._begun("all_reduce", tensor)
+        return _RecordedWork(self._inner.all_reduce(tensor, kind), wait)
+
+    def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        wait = self._begun("scalars", tensor)
+        return _RecordedWork(self._inner.all_reduce_scalars(tensor, kind), wait)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        wait = self._begun("broadcast", tensor, peer=source)
+        return _RecordedWork(self._inner.broadcast(tensor, source), wait)
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        wait = self._begun("send", tensor, peer=to)
+        return _RecordedWork(self._inner.send(tensor, to), wait)
+
+    def receive_into(self, tensor: Tensor, source: int) -> Work:
+        wait = self._recorder.message(self._key, "receive", self._ranks[source], tensor.nbytes, (0, 0))
+        return _RecordedWork(self._inner.receive_into(tensor, source), wait)
+
+    def barrier(self) -> None:
+        wait = self._recorder.message(self._key, "barrier", None, 0, (0, 0))
+        self._inner.barrier()
+        wait()
+
+    def _begun(self, collective: Collective, whole: Tensor, peer: int | None = None) -> Callable[[], None]:
+        sent = sent_bytes(collective, whole.nbytes, self.size)
+        to = peer if collective == "send" else None
+        across = 0 if self._links is None else self._links.across(collective, sent, to)
+        other = None if peer is None else self._ranks[peer]
+        return self._recorder.message(self._key, collective, other, whole.nbytes, (sent, across))
+
+
+class _RecordedWork(NamedTuple):
+    """A work whose wait is recorded behind what the work itself does then."""
+
+    inner: Work
+    waited: Callable[[], None]
+
+    def wait(self) -> None:
+        self.waited()
+        self.inner.wait()
+
+
+class RecordingTrace:
+    """A pipeline trace that records the starts of actions."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        self._recorder.begin(action)
+        return nullcontext()
+
+    def begin(self) -> None:
+        return None
+
+    def end(self) -> list[Span]:
+        return []
+
+
+def _line() -> tuple[CodeType, int] | None:
+    """Return the code and the line of the innermost frame outside of torch and of what watches."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, *_OWN)):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
