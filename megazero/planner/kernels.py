@@ -5,23 +5,23 @@ leave for backward: dropout, whose mask is of the activation's dtype on a CPU an
 attention, which has no flash kernel with dropout on a CPU.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-@contextmanager
-def gpu_kernels(attention: str = "flash") -> Iterator[None]:
-    """Compute dropout and attention inside by the operations that a GPU has, in place of torch's functions.
+def gpu_kernels(attention: str = "flash") -> AbstractContextManager[Any]:
+    """Return a context in which torch's functions of dropout and attention take the operations that a GPU has.
 
     A function mode would not do: torch switches it off in backward, where activations are recomputed.
     attention: "flash", or "unfused": one operation at a time, with matrices of scores.
     """
-    plain, dropout = F.scaled_dot_product_attention, F.dropout
+    plain = F.scaled_dot_product_attention
     core = _unfused if attention == "unfused" else _flash
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -29,11 +29,7 @@ def gpu_kernels(attention: str = "flash") -> Iterator[None]:
             return plain(query, key, value, attn_mask, **options)
         return core(query, key, value, **options)
 
-    F.scaled_dot_product_attention, F.dropout = attend, _dropout  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention, F.dropout = plain, dropout
+    return patch.multiple(F, dropout=_dropout, scaled_dot_product_attention=attend)
 
 
 def kernels(*, is_gpu: bool, attention: str) -> AbstractContextManager[Any]:
