@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "convert": "exchange checkpoints with Hugging Face transformers",
         "verify-layout": "compare what a layout computes with what one process computes",
         "verify-module": "compare what a module of yours computes in a layout with plain PyTorch on one process",
+        "plan": "run a job of any size dry: its memory, its traffic, and whether it fits a machine",
         "preflight": "test the nodes of a job",
         "summarize": "put a run's figures into a table",
         "completion": "print a script that completes commands and flags in a shell",

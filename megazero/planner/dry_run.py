@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megazero.activations.recompute_plan import LOGITS_CHUNK_BYTES
 from megazero.checkpoint.engine_state import saved_fragments
 from megazero.comm.metered import Count
 from megazero.comm.startup import dry_mesh
@@ -112,6 +113,13 @@ class DryRank:
             stack.enter_context(context)
         self.records: dict[Part, PartRecord] = {}
 
+    @property
+    def _config(self) -> RunConfig:
+        """The job's settings, with what a device of its kind takes for those that are left out."""
+        activations = self.job.config.activations
+        nbytes = activations.logits_chunk_bytes or LOGITS_CHUNK_BYTES["cuda" if self.job.is_gpu else "cpu"]
+        return replace(self.job.config, activations=replace(activations, logits_chunk_bytes=nbytes))
+
     def build(self) -> RunComponents:
         """Make the mesh and the components of the run."""
         job = self.job
@@ -126,7 +134,7 @@ class DryRank:
             wires=wires(job.config.zero),
             nodes=job.nodes,
         )
-        core = build_components(job.config, mesh, buffers, vocab_size=job.vocab_size, ledger=self.ledger)
+        core = build_components(self._config, mesh, buffers, vocab_size=job.vocab_size, ledger=self.ledger)
         return replace(core, trace=RecordingTrace(self.recorder))
 
     def take(self, name: Part, run: Callable[[], object]) -> None:

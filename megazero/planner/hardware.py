@@ -79,6 +79,8 @@ class Hardware:
 
     source: where the figures come from.  devices_per_node: processes of a node, where it has no GPUs.
     memory_bytes: of a device; host_memory_bytes: of a node.
+    context_bytes, workspace_bytes, communicator_bytes: what a process has of its device beside tensors: for its context
+    and kernels, for libraries' workspaces, and for every group of ranks that it communicates in.
     watts: of a device and its share of the node.
     kernel_seconds: the shortest kernel.  host_seconds: what the host needs to issue one, which is hidden where the
     device is behind; on a CPU it never is.  link_wait_seconds: what a host needs to begin and to wait for a message.
@@ -100,6 +102,9 @@ class Hardware:
     kernels: Mapping[str, Curve]
     links: Mapping[str, Link]
     host_memory_bytes: int = 0
+    context_bytes: int = 0
+    workspace_bytes: int = 0
+    communicator_bytes: int = 0
     watts: float = 0.0
     kernel_seconds: float = 0.0
     host_seconds: float = 0.0
@@ -147,6 +152,9 @@ _SCALARS: Mapping[str, FieldInfo] = by_name(
     parameter("devices_per_node", "int", None, ge=1, le=1 << 16),
     parameter("memory_bytes", "int", None, ge=1),
     parameter("host_memory_bytes", "int", 0, ge=0),
+    parameter("context_bytes", "int", 0, ge=0),
+    parameter("workspace_bytes", "int", 0, ge=0),
+    parameter("communicator_bytes", "int", 0, ge=0),
     parameter("watts", "float", 0.0, ge=0),
     parameter("kernel_seconds", "float", 0.0, ge=0, lt=1),
     parameter("host_seconds", "float", 0.0, ge=0, lt=1),

@@ -2,17 +2,22 @@
 
 A plan for GPUs is made on a CPU.  There torch would take the operations of a CPU, of which two differ in what they
 leave for backward: dropout, whose mask is of the activation's dtype on a CPU and one byte an element on a GPU, and
-attention, which has no flash kernel with dropout on a CPU.
+attention, which has no flash kernel with dropout on a CPU.  The update, which a CPU makes in pieces that fit its cache,
+is one kernel for all elements of a run on a GPU.  Other operations are a CPU's: a layer norm's mean and deviation are
+of the activation's dtype, where a GPU has float32, and some sums go through buffers.
 """
 
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megazero.optim import inner
 
 
 def gpu_kernels(attention: str = "flash") -> AbstractContextManager[Any]:
@@ -37,7 +42,12 @@ def kernels(*, is_gpu: bool, attention: str) -> AbstractContextManager[Any]:
 
     attention: the setting attention_backend.
     """
-    return gpu_kernels(attention) if is_gpu else nullcontext()
+    if not is_gpu:
+        return nullcontext()
+    both = ExitStack()
+    both.enter_context(gpu_kernels(attention))
+    both.enter_context(patch.object(inner, "_CACHED_NUMEL", sys.maxsize))
+    return both
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

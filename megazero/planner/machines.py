@@ -14,7 +14,9 @@ Peaks, memory, links and watts are those of the makers' data sheets, dense and o
 What a kernel reaches of them is an estimate of this project, the same for every model and layout: products come to a
 share of the peak that grows with their size, up to what large ones reach in public measurements (790 TFLOP/s of bf16
 at 8192^3 on an H200, about 100 on a V100 and 270 on an A100); memory to nine tenths of its bandwidth, NCCL to about
-eight tenths of a link's.  Latencies are those of NCCL's rings: microseconds a hop.  Hence the wide error.
+eight tenths of a link's.  Latencies are those of NCCL's rings: microseconds a hop.  Hence the wide error.  Of a
+device's memory CUDA's context and loaded kernels take about half a gigabyte, a communicator of NCCL's about a tenth,
+and cuBLAS's workspace in PyTorch 8 MiB, from Hopper on 32 MiB.
 """
 
 import difflib
@@ -29,6 +31,8 @@ from megazero.planner.hardware import Hardware, Link, Matrix, read_hardware
 
 GB = 1e9
 TFLOPS = 1e12
+_COMMUNICATOR = 100 * 10**6
+_WORKSPACE, _LARGE_WORKSPACE = 8 << 20, 32 << 20
 _DATA_SHEET = "data sheet; shares of the peaks are estimates (megazero/planner/machines.py)"
 
 # The share of the peak by the cube root of m n k: wider devices need larger products.
@@ -78,6 +82,9 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             devices_per_node=16,
             memory_bytes=32 * 10**9,
             host_memory_bytes=1500 * 10**9,
+            context_bytes=450 * 10**6,
+            workspace_bytes=_WORKSPACE,
+            communicator_bytes=_COMMUNICATOR,
             watts=10e3 / 16,
             kernel_seconds=4e-6,
             host_seconds=8e-6,
@@ -95,6 +102,9 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             devices_per_node=8,
             memory_bytes=80 * 10**9,
             host_memory_bytes=2000 * 10**9,
+            context_bytes=500 * 10**6,
+            workspace_bytes=_WORKSPACE,
+            communicator_bytes=_COMMUNICATOR,
             watts=6.5e3 / 8,
             kernel_seconds=3e-6,
             host_seconds=7e-6,
@@ -112,6 +122,9 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             devices_per_node=8,
             memory_bytes=80 * 10**9,
             host_memory_bytes=2000 * 10**9,
+            context_bytes=600 * 10**6,
+            workspace_bytes=_LARGE_WORKSPACE,
+            communicator_bytes=_COMMUNICATOR,
             watts=10.2e3 / 8,
             kernel_seconds=3e-6,
             host_seconds=6e-6,
@@ -132,6 +145,9 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             devices_per_node=8,
             memory_bytes=141 * 10**9,
             host_memory_bytes=2000 * 10**9,
+            context_bytes=600 * 10**6,
+            workspace_bytes=_LARGE_WORKSPACE,
+            communicator_bytes=_COMMUNICATOR,
             watts=10.2e3 / 8,
             kernel_seconds=3e-6,
             host_seconds=6e-6,
@@ -152,6 +168,9 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             devices_per_node=72,
             memory_bytes=186 * 10**9,
             host_memory_bytes=17_000 * 10**9,
+            context_bytes=700 * 10**6,
+            workspace_bytes=_LARGE_WORKSPACE,
+            communicator_bytes=_COMMUNICATOR,
             watts=120e3 / 72,
             kernel_seconds=3e-6,
             host_seconds=6e-6,

@@ -147,12 +147,19 @@ def _pointwise_linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
 
+def _product_in_place(total: Tensor, first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
+    """Return the operations of total += first second: first [..., m, k], second [..., k, n]."""
+    return 2 * first.numel() * second.shape[-1]
+
+
 # Operators whose operations torch does not count.
 _UNCOUNTED: Mapping[str, Callable[..., int]] = MappingProxyType(
     {
         "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
         "mkldnn::_linear_pointwise": _pointwise_linear,
+        "aten::addmm_": _product_in_place,
+        "aten::baddbmm_": _product_in_place,
     }
 )
 

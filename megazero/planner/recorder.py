@@ -22,7 +22,7 @@ from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import Phase as LedgerPhase
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
-from megazero.pipeline.schedule import Action
+from megazero.pipeline.schedule import Action, Kind
 from megazero.pipeline.timeline import Span
 from megazero.planner.operations import Operations
 from megazero.planner.trace import (
@@ -42,6 +42,7 @@ from megazero.planner.trace import (
 
 _DEVICE_READ = torch.ops.prim.device.default
 _TORCH = torch.__file__.removesuffix("__init__.py")
+_BACKWARD = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 _OWN = (__file__.removesuffix("recorder.py"), sys.modules[Ledger.__module__].__file__ or "")
 
 
@@ -70,6 +71,7 @@ class Recorder(TorchDispatchMode):
         self._modules: list[str] = []
         self._events: list[Event] = []
         self._lines: list[tuple[CodeType, int] | None] = []
+        self._action: Kind | None = None
         self._arriving: dict[int, int] = {}  # storages that a copy is on its way to, and the copy's number
 
     def __torch_dispatch__(
@@ -88,7 +90,7 @@ class Recorder(TorchDispatchMode):
     def part(self, name: Part) -> Iterator[None]:
         """Record what happens inside as a part of the trace; the ledger's figures begin anew with it."""
         self._ledger.reset()
-        self._events, self._lines, self._arriving = [], [], {}
+        self._events, self._lines, self._arriving, self._action = [], [], {}, None
         self.meter.reset()
         yield
         self.parts[name] = tuple(self._events)
@@ -116,6 +118,7 @@ class Recorder(TorchDispatchMode):
 
     def begin(self, action: Action) -> None:
         """Record the start of a pipeline action."""
+        self._action = action.kind
         self._events.append(Begin(action.kind.value, action.micro_batch, action.chunk))
 
     def message(
@@ -148,9 +151,11 @@ class Recorder(TorchDispatchMode):
     def _compute(self, operation: Any, inputs: Sequence[Tensor]) -> None:
         on_host = [self._ledger.is_elsewhere(tensor) for tensor in inputs]
         if operation.name == "copy_" and len(on_host) == 2 and on_host[0] != on_host[1]:
-            target = inputs[0].untyped_storage()._cdata
-            self._arriving[target] = len(self._events)
-            self._events.append(Copy("store" if on_host[0] else "load", inputs[1].nbytes, self._where()))
+            target, source = inputs
+            if target.dtype != source.dtype:  # the host converts first, and what travels is in the target's format
+                self._events.append(Compute(operation, self._where(), "host"))
+            self._arriving[target.untyped_storage()._cdata] = len(self._events)
+            self._events.append(Copy("store" if on_host[0] else "load", target.nbytes, self._where()))
             return
         home = "host" if any(on_host) else "device"
         if self._arriving:
@@ -168,7 +173,8 @@ class Recorder(TorchDispatchMode):
         phase: LedgerPhase | None = self._ledger.current_phase
         if phase is None:
             return ""
-        return "recompute" if phase == "backward" and self._modules else phase
+        in_backward = phase == "backward" or self._action in _BACKWARD
+        return "recompute" if in_backward and phase in ("forward", "backward") and self._modules else phase
 
 
 class RecordingMeter(Meter):

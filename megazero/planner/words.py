@@ -1,0 +1,159 @@
+"""The words of `megazero plan`: its own flags, and the run of `megazero pretrain`'s flags that it is about."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megazero.command_line.parse import ResolvedRun, resolve
+from megazero.command_line.sources import with_sources
+from megazero.config.run import RunConfig
+from megazero.errors import ConfigError, Problem, TopologyError, raise_problems
+from megazero.parallel.nodes import Nodes, problems_of_placement
+from megazero.planner.hardware import Hardware
+from megazero.planner.machines import hardware_of
+from megazero.rules import run as rules
+from megazero.train.start.check import topology
+from megazero.train.start.inputs import open_inputs
+
+FORMATS = ("text", "json")
+HARDWARE = "dgx-h100"
+_VALUED = ("--hardware", "--nodes", "--world-size", "--format")
+
+
+class Words(NamedTuple):
+    """The plan's own flags: values by name; is_paper: --paper.  rest: all other words, `pretrain`'s."""
+
+    values: dict[str, str]
+    is_paper: bool
+    rest: list[str]
+
+
+class Wanted(NamedTuple):
+    """A run to plan.  notices: lines about its flags."""
+
+    config: RunConfig
+    vocab_size: int
+    nodes: Nodes
+    notices: tuple[str, ...]
+
+
+def split_words(words: Sequence[str]) -> Words:
+    """Separate the plan's own flags from a command line; raise ConfigError for one without its value."""
+    values: dict[str, str] = {}
+    rest: list[str] = []
+    remaining = list(words)
+    is_paper = False
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name == "--paper" and not equals:
+            is_paper = True
+        elif name not in _VALUED:
+            rest.append(word)
+        elif equals or (remaining and not remaining[0].startswith("--")):
+            values[name] = value if equals else remaining.pop(0)
+        else:
+            raise ConfigError(Problem(name, "this flag has a value", f"{name} {_example(name)}"))
+    if (chosen := values.get("--format", FORMATS[0])) not in FORMATS:
+        near = difflib.get_close_matches(chosen, FORMATS, n=1) or FORMATS
+        raise ConfigError(Problem(f"--format {chosen}", "a plan is text or JSON", ", ".join(near)))
+    return Words(values, is_paper, rest)
+
+
+def _example(name: str) -> str:
+    return {"--hardware": HARDWARE, "--format": "json"}.get(name, "16")
+
+
+def nodes_of(values: dict[str, str], hardware: Hardware) -> Nodes:
+    """Return the nodes of a job: --nodes of the machine's devices, or --world-size; by default one node.
+
+    Raises ConfigError for numbers that are none, and for both.
+    """
+    given = {name: values[name] for name in ("--nodes", "--world-size") if name in values}
+    if len(given) == 2:
+        shown = " and ".join(f"{name} {value}" for name, value in given.items())
+        raise ConfigError(Problem(shown, "one of them tells the size of the job", "--nodes N, --world-size N"))
+    for name, value in given.items():
+        if not (value.isascii() and value.isdecimal() and 0 < int(value) <= 1 << 20):
+            raise ConfigError(Problem(f"{name} {value}", "a job has a whole number of them, at least 1", f"{name} 16"))
+    per_node = hardware.devices_per_node
+    if "--world-size" not in given:
+        return Nodes((per_node,) * int(given.get("--nodes", 1)))
+    full, rest = divmod(int(given["--world-size"]), per_node)
+    return Nodes((per_node,) * full + (rest,) * (rest > 0))
+
+
+def read_run(words: Sequence[str], nodes: Nodes) -> Wanted:
+    """Return the run that `pretrain`'s flags describe, with no file opened but a corpus whose vocabulary is needed.
+
+    A run without a corpus is planned on made-up tokens.  Raises ConfigError or TopologyError with all problems.
+    """
+    world_size = sum(nodes.ranks_per_node)
+    resolved = resolve([*words, *_made_up(words)], world_size=world_size)
+    raise_problems(ConfigError, with_sources(resolved.problems, resolved.sources))
+    config = resolved.config
+    raise_problems(ConfigError, with_sources(rules.check(config, world_size), resolved.sources))
+    layout = topology(config, world_size, nodes)
+    raise_problems(
+        TopologyError, problems_of_placement(layout, nodes, config.parallel.allow_tensor_parallel_across_nodes)
+    )
+    raise_problems(ConfigError, _not_planned(config))
+    return Wanted(_decided(config), _vocabulary(config), nodes, _notices(resolved))
+
+
+def _made_up(words: Sequence[str]) -> list[str]:
+    """Return the flag of made-up tokens if the words name no corpus, themselves or in a file."""
+    resolved = resolve(words, world_size=None)
+    data = resolved.config.data
+    given = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path, data.mock_data)
+    return [] if any(given) else ["--mock-data"]
+
+
+def _vocabulary(config: RunConfig) -> int:
+    """Return the vocabulary's size, from the flag or else from the tokenizer or the corpus."""
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    return open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False).vocab_size
+
+
+def _not_planned(config: RunConfig) -> list[Problem]:
+    """Return problems for what a dry run cannot do."""
+    zero = config.zero
+    rule = "a plan runs no states in files yet"
+    return [
+        Problem(f"--{name.replace('_', '-')} nvme", rule, f"--{name.replace('_', '-')} cpu")
+        for name in ("offload_optimizer", "offload_param")
+        if getattr(zero, name) == "nvme"
+    ]
+
+
+def _decided(config: RunConfig) -> RunConfig:
+    """Return the configuration with checkpoints whole and on the device where a start would measure and decide."""
+    section = config.activations
+    return replace(
+        config,
+        activations=replace(
+            section,
+            partition_activations=section.partition_activations is True,
+            checkpoint_in_cpu=section.checkpoint_in_cpu is True,
+        ),
+    )
+
+
+def _notices(resolved: ResolvedRun) -> tuple[str, ...]:
+    section = resolved.config.activations
+    return (
+        *resolved.notices,
+        *(
+            f"--{name.replace('_', '-')} auto: a start measures and decides; planned as false"
+            for name in ("partition_activations", "checkpoint_in_cpu")
+            if getattr(section, name) == "auto"
+        ),
+    )
+
+
+def machine(values: dict[str, str]) -> Hardware:
+    """Return the machine of --hardware."""
+    return hardware_of(values.get("--hardware", HARDWARE))

@@ -1,0 +1,45 @@
+"""Tests the planner's command as a user starts it."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+from support.warm_python import RUNS, warm_python
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = shlex.split(
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 --micro-batch-size 1"
+    " --global-batch-size 8 --train-iters 10 --lr 1e-4 --zero-stage 3 --eval-iters 0"
+)
+
+
+def plan(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [warm_python(RUNS), "-m", "megazero", "plan", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=cwd)
+
+
+def test_a_plan_is_printed_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    done = plan("--hardware", "dgx2-v100", "--world-size", "8", "--format", "json", *RUN, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] and found["world_size"] == 8 and found["hardware"] == "dgx2-v100"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_status_tells_that_a_plan_does_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(
+        "{device: cuda, devices_per_node: 8, memory_bytes: 1000, matrix: {bf16: {rates: 1e12}},"
+        " kernels: {memory: 1e9}, links: {inside: {latency_seconds: 1e-6, rates: 1e9}}}"
+    )
+    done = plan("--hardware", "small.yaml", *RUN, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "does not fit: " in done.stdout.splitlines()[-2]
+
+
+def test_help_and_a_wrong_flag(tmp_path: Path) -> None:
+    assert "--paper" in plan("--help", cwd=tmp_path).stdout
+    done = plan(*RUN, "--zero-stag", "2", cwd=tmp_path)
+    assert done.returncode == 2 and "--zero-stage" in done.stderr
