@@ -79,7 +79,9 @@ def real_figures(rank: int, settings: Mapping[str, Any], per_node: tuple[int, ..
     steps = [found.pop(name) for name in REPEATED]
     peaks = [step["peaks"] for step in steps]
     least = min(steps, key=lambda step: int(step["peak"]))
-    found["steady step"] = {**least, "peaks": {name: min(each[name] for each in peaks) for name in peaks[0]}}
+    least_end = min((step["at end"] for step in steps), key=lambda end: sum(end.values()))
+    least_peaks = {name: min(each[name] for each in peaks) for name in peaks[0]}
+    found["steady step"] = {**least, "peaks": least_peaks, "at end": least_end}
     return found
 
 
@@ -91,7 +93,8 @@ def differences(rank: int, settings: Mapping[str, Any], per_node: tuple[int, ...
     real, dry = real_figures(rank, settings, per_node), dry_figures(rank, settings, per_node)
     for figures in (real, dry):
         figures["start-up"] = {"at its end": figures["start-up"]["at end"], "traffic": figures["start-up"]["traffic"]}
-        figures["first step"]["peaks"].pop("temporary", None)
+        for moment in ("peaks", "at end"):
+            figures["first step"][moment].pop("temporary", None)
     return list(_differing(dry, real, ""))
 
 
