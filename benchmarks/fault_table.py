@@ -593,10 +593,10 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/planner/test_plan.py",),
     ),
     Fault(
-        "comm/dry.py",
-        "dry groups of CPUs make their collectives as GPUs do",
-        "return self._kind",
-        'return "nccl"',
+        "planner/dry_run.py",
+        "storages on CPUs are rounded up as on a GPU",
+        "rounds_to=ROUNDING if job.is_gpu else 1,",
+        "rounds_to=ROUNDING,",
         ("tests/planner/test_dry_run.py",),
     ),
     Fault(
