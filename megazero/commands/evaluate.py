@@ -19,9 +19,9 @@ from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.evaluate.inputs import read_passages, read_questions, read_texts
 from megazero.evaluate.wikitext import natural_text
 from megazero.files import written_aside
-from megazero.generate.model_layout import ACROSS
+from megazero.generate.arguments import add_model_arguments, add_place_arguments
 from megazero.parallel.job import read_job
-from megazero.prepare.arguments import add_tokenizer_arguments, local_path, with_tokenizer_flags, wrong_new_file
+from megazero.prepare.arguments import local_path, with_tokenizer_flags, wrong_new_file
 
 if TYPE_CHECKING:
     from megazero.data.tokenizers import Tokenizer
@@ -42,10 +42,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
-    parser.add_argument(
-        "--step", action=Number, kind="int", metavar="N", help="step of the run; without it, the newest"
-    )
+    add_model_arguments(parser)
     parser.add_argument("--output", type=local_path, metavar="FILE.json", help="the figures as JSON, in a new file")
     parser.add_argument(
         "--micro-batch-size", action=Number, kind="int", ge=1, default=8, metavar="N", help="texts read at a time"
@@ -71,22 +68,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--detokenize", choices=("wikitext",), help="marks that the model does not read, while words are counted with"
     )
     tasks.add_argument("--delimiter", metavar="TEXT", help="text between a context and a choice; without it, a blank")
-    tokenizer = parser.add_argument_group("tokenizer", "needed only where the run's configuration names none")
-    add_tokenizer_arguments(tokenizer, required=False)
-    layout = parser.add_argument_group("layout", "of the processes: the product divides their number")
-    layout.add_argument(
-        "--tensor-model-parallel-size",
-        action=Number,
-        kind="int",
-        default=1,
-        metavar="N",
-        help="processes that share every layer",
-    )
-    layout.add_argument(
-        "--pipeline-model-parallel-size", action=Number, kind="int", default=1, metavar="N", help="pipeline stages"
-    )
-    layout.add_argument(ACROSS, dest="across_nodes", action="store_true", help="share layers with other nodes too")
-    layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    add_place_arguments(parser, "the product divides their number")
     return parser.parse_args(words)
 
 

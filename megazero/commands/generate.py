@@ -15,11 +15,12 @@ from megazero.command_line.tools import Flags, HelpFormatter, Number
 from megazero.config import derived
 from megazero.console import Console
 from megazero.errors import ConfigError, Problem, raise_problems
-from megazero.generate.model_layout import ACROSS, choose_layout
+from megazero.generate.arguments import add_model_arguments, add_place_arguments
+from megazero.generate.model_layout import choose_layout
 from megazero.generate.prompts import JSON_ENDING, KEY, has_surrogates, read_prompts
 from megazero.generate.texts import StopTexts, Text, shown, write_texts
 from megazero.parallel.job import read_job
-from megazero.prepare.arguments import add_tokenizer_arguments, with_tokenizer_flags, wrong_new_file
+from megazero.prepare.arguments import with_tokenizer_flags, wrong_new_file
 from megazero.train.start.inputs import tokenizer_of_run
 
 
@@ -32,10 +33,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
-    parser.add_argument(
-        "--step", action=Number, kind="int", metavar="N", help="step of the run; without it, the newest"
-    )
+    add_model_arguments(parser)
     parser.add_argument(
         "--prompt",
         action="append",
@@ -93,22 +91,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     choice.add_argument(
         "--top-p", action=Number, kind="float", default=1.0, metavar="P", help="among the best that make up P together"
     )
-    tokenizer = parser.add_argument_group("tokenizer", "needed only where the run's configuration names none")
-    add_tokenizer_arguments(tokenizer, required=False)
-    layout = parser.add_argument_group("layout", "of the processes: the product is their number")
-    layout.add_argument(
-        "--tensor-model-parallel-size",
-        action=Number,
-        kind="int",
-        default=1,
-        metavar="N",
-        help="processes that share every layer",
-    )
-    layout.add_argument(
-        "--pipeline-model-parallel-size", action=Number, kind="int", default=1, metavar="N", help="pipeline stages"
-    )
-    layout.add_argument(ACROSS, dest="across_nodes", action="store_true", help="share layers with other nodes too")
-    layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    add_place_arguments(parser, "the product is their number")
     return parser.parse_args(words)
 
 
