@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megazero.command_line.parse import ResolvedRun, resolve
@@ -18,7 +19,10 @@ from megazero.train.start.inputs import open_inputs
 
 FORMATS = ("text", "json")
 HARDWARE = "dgx-h100"
-_VALUED = ("--hardware", "--nodes", "--world-size", "--format")
+_VALUED = ("--hardware", "--nodes", "--world-size", "--format", "--compare", "--calibrate")
+_EXAMPLES = MappingProxyType(
+    {"--hardware": HARDWARE, "--format": "json", "--compare": "RUN/metrics.jsonl", "--calibrate": "FILE.yaml"}
+)
 
 
 class Words(NamedTuple):
@@ -63,7 +67,7 @@ def split_words(words: Sequence[str]) -> Words:
 
 
 def _example(name: str) -> str:
-    return {"--hardware": HARDWARE, "--format": "json"}.get(name, "16")
+    return _EXAMPLES.get(name, "16")
 
 
 def nodes_of(values: dict[str, str], hardware: Hardware) -> Nodes:

@@ -26,6 +26,8 @@ def test_a_plan_is_printed_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["fits"] and found["world_size"] == 8 and found["hardware"] == "dgx2-v100"
+    value, low, high = found["time"]["step_seconds"]
+    assert 0 < low < value < high and found["time"]["tokens"] == 8 * 32
     assert list(tmp_path.iterdir()) == []
 
 
@@ -43,3 +45,25 @@ def test_help_and_a_wrong_flag(tmp_path: Path) -> None:
     assert "--paper" in plan("--help", cwd=tmp_path).stdout
     done = plan(*RUN, "--zero-stag", "2", cwd=tmp_path)
     assert done.returncode == 2 and "--zero-stage" in done.stderr
+
+
+def test_a_calibration_has_no_flags_of_a_run(tmp_path: Path) -> None:
+    done = plan("--calibrate", "mine.yaml", "--nodes", "2", "--zero-stage", "1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--zero-stage 1 --nodes\n    rule:  a calibration is of this machine" in done.stderr
+    assert plan("--calibrate", cwd=tmp_path).returncode == 2
+    (tmp_path / "mine.yaml").write_text("kept")
+    done = plan("--calibrate", "mine.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and "that is not there yet" in done.stderr
+    assert (tmp_path / "mine.yaml").read_text() == "kept"
+
+
+def test_the_time_of_a_step_and_its_comparison_are_printed(tmp_path: Path) -> None:
+    step = {"iteration": 1, "loss": 1.0, "skipped": False, "tokens_per_second": 1.0, "step_seconds": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    done = plan("--hardware", "cpu", *RUN, "--compare", "metrics.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "tokens/s  " in done.stdout and "what binds" in done.stdout
+    assert "500.0 ms" in done.stdout
+    done = plan(*RUN, "--compare", "gone.jsonl", cwd=tmp_path)
+    assert done.returncode == 2 and "gone.jsonl" in done.stderr

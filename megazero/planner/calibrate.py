@@ -1,0 +1,269 @@
+"""Measures the machine that it runs on, as `hardware.py` describes one.
+
+Every process of a job measures at the same time, so that what they share (cores, memory, links) is as busy as in
+training; a figure is the slowest process's.  Kernels are torch's own, with the shapes of a transformer's; their bytes
+and operations are counted as in a dry run (`operations.py`), so that a plan costs them by what was measured.  Messages
+are those of the project's communicators.  The host's share is a step of a tiny GPT, whose kernels take no time.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megazero.comm.startup import choose_device, destroy_process_groups, join, make_mesh
+from megazero.config.run import RunConfig
+from megazero.config.validate import validate
+from megazero.config.values import RawValue
+from megazero.console import Console
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.errors import ConfigError, Problem
+from megazero.files import cannot_write, written_aside
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.launch import Launch
+from megazero.parallel.threads import use_cpu_threads
+from megazero.parallel.topology import Topology
+from megazero.planner.calibrate_links import at_once, link_inside, link_to_files, link_to_host, overlap_cost
+from megazero.planner.curves import Curve, constant
+from megazero.planner.hardware import Hardware, Matrix, to_yaml
+from megazero.planner.measuring import ON_A_GPU, Effort, Meter, Place, kernels_of
+from megazero.train.build import build_components, step_context
+from megazero.train.step import StepControls, training_step
+
+Tell = Callable[[str], None]
+
+
+def calibrate(path: Path, launch: Launch, *, device: str = "auto", effort: Effort | None = None) -> None:
+    """Measure this machine with all processes of the job, and write its description to a new file on rank 0.
+
+    Raises ConfigError, on all ranks, if the file is there already or cannot be written.
+    """
+    if path.exists() or not path.parent.is_dir():
+        rule = "a calibration writes a new file into a folder that is there"
+        raise ConfigError(Problem(f"--calibrate {path}", rule, "the name of a file that is not there yet"))
+    console, chosen = Console(launch.rank), choose_device(device, launch)
+    console.line(use_cpu_threads(None, launch, chosen) or f"device: {chosen}")
+    join(launch, backend="auto", device=chosen, timeout_minutes=10.0)
+    try:
+        mesh = make_mesh(Topology(dp=launch.world_size), launch.rank, chosen, FusedBuffers(0, chosen))
+        place = Place(launch.rank, launch.world_size, chosen, mesh.world)
+        effort = effort or (ON_A_GPU if chosen.type == "cuda" else Effort())
+        found = measured(place, effort, name=path.stem, tell=console.line)
+        if launch.rank == 0:
+            _write(path, to_yaml(found))
+        console.line(f"written: {path}; megazero plan --hardware {path} ...")
+    finally:
+        destroy_process_groups()
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with written_aside(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def measured(place: Place, effort: Effort, *, name: str, tell: Tell) -> Hardware:
+    """Return the description of this machine, the same on every process; a collective call of all of them."""
+    meter, device = Meter(place, effort), place.device
+    torch.manual_seed(0)
+    tell(f"measuring on {place.size} {device.type} processes at once: matrix products")
+    formats = _formats(device)
+    matrix = {short: _matrix(meter, dtype) for short, dtype in formats.items()}
+    tell("other kernels")
+    kernels = {kind: _kernels(meter, build) for kind, build in _BUILDERS.items()}
+    kernels["attention"] = _attention(meter, next(iter(formats.values())))
+    if device.type == "cuda":
+        kernels["host"] = constant(_host_rate(meter))
+    tell("the host's share")
+    tiny = torch.zeros(1, device=device)
+    kernel_seconds = meter.seconds(lambda: tiny.add_(1)) if device.type == "cuda" else 0.0
+    host_seconds = _host_seconds(meter)
+    tell("messages")
+    inside = link_inside(meter)
+    return Hardware(
+        name=name,
+        source=f"megazero plan --calibrate on {place.size} processes, torch {torch.__version__}",
+        device="cuda" if device.type == "cuda" else "cpu",
+        devices_per_node=place.size,
+        memory_bytes=_memory_bytes(device) // (place.size if device.type == "cpu" else 1),
+        host_memory_bytes=_memory_bytes(torch.device("cpu")),
+        matrix=matrix,
+        kernels=kernels,
+        links={"inside": inside, "across": inside, "host": link_to_host(meter), "disk": link_to_files(meter)},
+        kernel_seconds=kernel_seconds,
+        host_seconds=host_seconds,
+        overlap_cost=overlap_cost(meter),
+        at_once=at_once(meter),
+        error=0.15,
+    )
+
+
+def _formats(device: torch.device) -> dict[str, torch.dtype]:
+    if device.type == "cuda":
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    return {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+def _matrix(meter: Meter, dtype: torch.dtype) -> Matrix:
+    """Measure the three products of a linear layer by the cube root of their m n k: x is [2 s, s / 2], W [s, s / 2]."""
+    points = []
+    for size in meter.effort.sizes:
+        x, weight, grad = (
+            torch.randn(rows, columns, device=meter.place.device).to(dtype)
+            for rows, columns in ((2 * size, size // 2), (size, size // 2), (2 * size, size))
+        )
+
+        def run(x: Tensor = x, weight: Tensor = weight, grad: Tensor = grad) -> None:
+            F.linear(x, weight)
+            torch.mm(grad, weight)
+            torch.mm(grad.t(), x)
+
+        points.append((float(size), 3 * 2 * size**3 / meter.seconds(run)))
+    curve = Curve(tuple(points))
+    return Matrix(curve.highest, curve)
+
+
+Build = Callable[[int, torch.device], Callable[[], object]]
+
+
+def _sums(numel: int, device: torch.device) -> Callable[[], object]:
+    x, y = torch.randn(2, numel, device=device)
+
+    def run() -> None:
+        torch.add(x, y)
+        y.copy_(x)
+
+    return run
+
+
+def _functions(numel: int, device: torch.device) -> Callable[[], object]:
+    x, grad = torch.randn(2, max(numel // 64, 1), 64, device=device)
+
+    def run() -> None:
+        torch.ops.aten.gelu(x, approximate="tanh")
+        torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+
+    return run
+
+
+def _norms(numel: int, device: torch.device) -> Callable[[], object]:
+    x, grad = torch.randn(2, max(numel // 256, 1), 256, device=device)
+    weight, bias = torch.ones(256, device=device), torch.zeros(256, device=device)
+
+    def run() -> None:
+        _, mean, rstd = torch.ops.aten.native_layer_norm(x, [256], weight, bias, 1e-5)
+        torch.ops.aten.native_layer_norm_backward(grad, x, [256], mean, rstd, weight, bias, [True, True, True])
+
+    return run
+
+
+def _reductions(numel: int, device: torch.device) -> Callable[[], object]:
+    x = torch.randn(max(numel // 256, 1), 256, device=device)
+
+    def run() -> None:
+        torch.sum(x, dim=0)
+        torch.linalg.vector_norm(x)
+
+    return run
+
+
+def _optimizer(numel: int, device: torch.device) -> Callable[[], object]:
+    p, g, m, v = torch.rand(4, numel, device=device)
+    step = torch.ones((), device=device)
+    options: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+
+    def run() -> None:
+        torch._fused_adamw_([p], [g], [m], [v], [], [step], amsgrad=False, maximize=False, **options)
+
+    return run
+
+
+_BUILDERS: Mapping[str, Build] = MappingProxyType(
+    {
+        "memory": _sums,
+        "functions": _functions,
+        "norms": _norms,
+        "reductions": _reductions,
+        "optimizer": _optimizer,
+    }
+)
+
+
+def _kernels(meter: Meter, build: Build) -> Curve:
+    """Measure bytes/s of kernels by the bytes that each of them moves."""
+    points = []
+    for nbytes in meter.effort.nbytes:
+        run = build(max(nbytes // 12, 1), meter.place.device)
+        found = kernels_of(run)
+        total = sum(one.read_bytes + one.written_bytes for one in found)
+        points.append((total / len(found), total / meter.seconds(run)))
+    return Curve(tuple(points))
+
+
+def _attention(meter: Meter, dtype: torch.dtype) -> Curve:
+    """Measure FLOP/s of causal attention, forward and backward together, by the tokens of a sequence."""
+    points = []
+    for length in meter.effort.lengths:
+        shape = (3, max(meter.effort.lengths[-1] // length, 1), 4, length, 32)
+        q, k, v = torch.randn(shape, device=meter.place.device, dtype=dtype)
+        for part in (q, k, v):
+            part.requires_grad_()
+
+        def run(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(mixed, (q, k, v), mixed.detach())
+
+        flops = sum(one.flops for one in kernels_of(run))
+        points.append((float(length), flops / meter.seconds(run)))
+    return Curve(tuple(points))
+
+
+def _host_rate(meter: Meter) -> float:
+    """Measure bytes/s of an update in host memory."""
+    run = _optimizer(1 << 22, torch.device("cpu"))
+    total = sum(one.read_bytes + one.written_bytes for one in kernels_of(run))
+    return total / meter.seconds(run)
+
+
+def tiny_run() -> RunConfig:
+    """Return a run whose kernels take no time: what is left of its step is the host's."""
+    given: dict[str, Any] = {
+        **{"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64},
+        **{"micro_batch_size": 1, "global_batch_size": 1, "precision": "fp32", "train_iters": 10, "lr": 1e-4},
+        **{"mock_data": True, "compile": "off", "zero_stage": 1, "eval_iters": 0},
+    }
+    outcome = validate({name: RawValue(name, value, name) for name, value in given.items()})
+    assert outcome.config is not None, outcome.problems
+    return outcome.config
+
+
+def _host_seconds(meter: Meter) -> float:
+    """Measure what a kernel costs beside its own time: a tiny step's seconds by the number of its kernels."""
+    config, device = tiny_run(), meter.place.device
+    buffers = FusedBuffers(0, device)
+    core = build_components(config, make_mesh(Topology(), 0, device, buffers), buffers, vocab_size=64)
+    context = step_context(config, core)
+    tokens = torch.zeros(1, config.model.seq_length, dtype=torch.int64)
+    batch = StepBatch(0, [MicroBatch(0, tokens, tokens, None)])
+
+    def step() -> None:
+        training_step(context, batch, StepControls(lr=1e-4, loss_scale=1.0))
+
+    step()
+    number = len(kernels_of(step))
+    seconds = meter.seconds(step) / number
+    core.engine.close()
+    return seconds
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,126 @@
+"""Measures functions on all processes of a job at once, and counts the kernels that they run."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero.comm.interface import Communicator
+from megazero.planner.operations import Operations
+from megazero.planner.trace import Operation
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long and how far to measure.
+
+    A repetition is longer than the turns that the system gives to processes which share a core.
+
+    seconds: of one repetition at the least.  repetitions: of each measurement.
+    sizes: cube roots of m n k of products.  lengths: tokens of a sequence of attention.  nbytes: of what other kernels
+    move.  messages: bytes of messages; the last one is the size of copies and files too.
+    """
+
+    seconds: float = 0.05
+    repetitions: int = 5
+    sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
+    lengths: tuple[int, ...] = (16, 64, 256, 1024)
+    messages: tuple[int, ...] = tuple(1 << n for n in range(10, 27, 2))
+    nbytes: tuple[int, ...] = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+
+
+QUICK = Effort(0.002, 3, (32, 128, 512), nbytes=(1 << 14, 1 << 18, 1 << 22, 1 << 25))
+ON_A_GPU = Effort(
+    sizes=(128, 256, 512, 1024, 2048, 4096, 8192),
+    lengths=(256, 1024, 4096),
+    messages=tuple(1 << n for n in range(12, 31, 2)),
+    nbytes=tuple(1 << n for n in range(14, 31, 2)),
+)
+
+
+class Place(NamedTuple):
+    """This process: its rank among `size` that measure, its device, all of them as one communicator."""
+
+    rank: int
+    size: int
+    device: torch.device
+    world: Communicator
+
+
+class _Counted(TorchDispatchMode):
+    """A dispatch mode that notes the kernels of operator calls."""
+
+    found: list[Operation]
+    operations: Operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        call = self.operations.of_call(func, args, kwargs or {}, result)
+        if call is not None:
+            self.found.append(call[0])
+        return result
+
+
+def kernels_of(run: Callable[[], object]) -> list[Operation]:
+    """Return the kernels that a function runs."""
+    counted: _Counted = _Counted()  # type: ignore[no-untyped-call]
+    counted.found, counted.operations = [], Operations()
+    with counted:
+        run()
+    return counted.found
+
+
+class Meter:
+    """Measures functions on every process at once."""
+
+    def __init__(self, place: Place, effort: Effort) -> None:
+        self.place, self.effort = place, effort
+
+    def seconds(self, run: Callable[[], object], *, alone: bool = False) -> float:
+        """Return the seconds of one call, of the slowest process: the quarter of the repetitions that are faster.
+
+        A median would count what other programs take meanwhile, the fastest what a run never has for long.
+        alone: the other processes wait meanwhile, and the first one's figure counts.
+        """
+        is_on = self.place.rank == 0 or not alone
+        for _ in range(2 * is_on):
+            run()
+        times = self._calls(run, is_on=is_on)
+        found = [self._once(run, times, is_on=is_on) for _ in range(self.effort.repetitions)]
+        return self._slowest(sorted(found)[len(found) // 4] if is_on else 0.0)
+
+    def _calls(self, run: Callable[[], object], *, is_on: bool) -> int:
+        """Return the number of calls that take the least seconds of a repetition, the same on all processes."""
+        times = 1
+        while times < 1 << 16:
+            seconds = self._slowest(self._time(run, times) if is_on else 0.0)
+            if seconds >= self.effort.seconds:
+                break
+            times = max(2 * times, min(int(times * self.effort.seconds / max(seconds, 1e-7)), 16 * times))
+        return times
+
+    def _once(self, run: Callable[[], object], times: int, *, is_on: bool) -> float:
+        self.place.world.barrier()
+        return self._time(run, times) / times if is_on else 0.0
+
+    def _time(self, run: Callable[[], object], times: int) -> float:
+        self._finish()
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        self._finish()
+        return time.perf_counter() - start
+
+    def _finish(self) -> None:
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize(self.place.device)
+
+    def _slowest(self, figure: float) -> float:
+        value = torch.tensor([figure], dtype=torch.float64, device=self.place.device)
+        self.place.world.all_reduce_scalars(value, "max").wait()
+        return value.item()

@@ -1,0 +1,81 @@
+"""Tests the calibration of a machine: every figure is there, the same on all processes, and its file is read again."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.processes import mesh_in_worker, run_ranks
+
+from megazero.comm.local import LocalCommunicator
+from megazero.errors import ConfigError
+from megazero.parallel.launch import Launch
+from megazero.planner.calibrate import calibrate, measured
+from megazero.planner.hardware import COLLECTIVES, LINKS, read_hardware, to_yaml
+from megazero.planner.machines import hardware_of
+from megazero.planner.measuring import Effort, Meter, Place, kernels_of
+
+CPU = torch.device("cpu")
+LEAST = Effort(0.0001, 1, sizes=(16, 32), lengths=(16,), messages=(1 << 10, 1 << 14), nbytes=(1 << 12, 1 << 14))
+
+
+def described(rank: int) -> str:
+    place = Place(rank, 2, CPU, mesh_in_worker(rank, dp=2).world)
+    return to_yaml(measured(place, LEAST, name="here", tell=lambda line: None))
+
+
+@pytest.mark.gloo
+def test_two_processes_find_one_machine() -> None:
+    first, second = run_ranks(2, described)
+    assert first == second
+    found = read_hardware(yaml.safe_load(first), origin="here")
+    assert (found.device, found.devices_per_node) == ("cpu", 2)
+    assert found.matrix.keys() == {"fp32", "fp64", "bf16"}
+    assert {"memory", "functions", "norms", "reductions", "optimizer", "attention"} == found.kernels.keys()
+    assert found.links.keys() == LINKS.keys()
+    assert found.links["inside"].collectives.keys() == set(COLLECTIVES)
+    assert all(curves.keys() == {2} for curves in found.links["inside"].collectives.values())
+    assert found.host_seconds > 0
+    assert 0 <= found.overlap_cost <= 1
+    assert 1 <= found.at_once <= 2
+    assert "--calibrate on 2 processes" in found.source
+
+
+def test_one_process_writes_a_file_that_a_plan_reads(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    calibrate(path, Launch(0, 1, 0), device="cpu", effort=LEAST)
+    found = hardware_of(str(path))
+    assert (found.name, found.devices_per_node, found.links["inside"].collectives) == ("mine", 1, {})
+    assert all(rate < 1e15 for _, rate in found.matrix["fp32"].rates.points)
+    written = path.read_bytes()
+    with pytest.raises(ConfigError, match="a calibration writes a new file"):
+        calibrate(path, Launch(0, 1, 0), device="cpu", effort=LEAST)
+    assert path.read_bytes() == written
+    with pytest.raises(ConfigError, match="into a folder that is there"):
+        calibrate(tmp_path / "no" / "mine.yaml", Launch(0, 1, 0), device="cpu", effort=LEAST)
+
+
+def test_kernels_are_counted_as_in_a_dry_run() -> None:
+    x, weight = torch.ones(3, 5), torch.ones(7, 5)
+    (product, total) = kernels_of(lambda: torch.mm(x, weight.t()).sum())
+    assert (product.name, product.flops, product.math) == ("mm", 2 * 3 * 5 * 7, "float32")
+    assert (total.name, total.flops, total.read_bytes, total.written_bytes) == ("sum", 0, 4 * 21, 4)
+
+
+def slow_second(rank: int) -> tuple[float, float]:
+    meter = Meter(Place(rank, 2, CPU, mesh_in_worker(rank, dp=2).world), LEAST)
+    seconds = 0.02 * (1 + 2 * rank)
+    return meter.seconds(lambda: time.sleep(seconds)), meter.seconds(lambda: time.sleep(seconds), alone=True)
+
+
+@pytest.mark.gloo
+def test_a_figure_is_the_slowest_process_s_and_alone_the_first_s() -> None:
+    for together, alone in run_ranks(2, slow_second):
+        assert together >= 0.06
+        assert 0.02 <= alone < 0.06
+
+
+def test_a_figure_is_of_one_call() -> None:
+    meter = Meter(Place(0, 1, CPU, LocalCommunicator()), Effort(seconds=0.05, repetitions=3))
+    assert 0.002 <= meter.seconds(lambda: time.sleep(0.002)) < 0.02
