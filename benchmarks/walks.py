@@ -50,7 +50,7 @@ WALKS: Mapping[str, str] = {
         model/gpt:GPT.units
         train/build:_build_engine
         zero/engine:plan_layout
-        optim/inner:WithMoments.group_of  was optim/inner:FusedAdamW.group_of
+        optim/inner:OfEngine.group_of  was optim/inner:FusedAdamW.group_of
         zero/layout:build_layout
         zero/shards:Shards
         zero/engine:EngineSettings  was zero/engine:EngineSettings.contents

@@ -21,8 +21,16 @@ def add_place_arguments(parser: argparse.ArgumentParser, processes: str) -> None
     tokenizer = parser.add_argument_group("tokenizer", "needed only where the run's configuration names none")
     add_tokenizer_arguments(tokenizer, required=False)
     layout = parser.add_argument_group("layout", f"of the processes: {processes}")
-    for name, help_text in (("tensor", "processes that share every layer"), ("pipeline", "pipeline stages")):
-        flag = f"--{name}-model-parallel-size"
-        layout.add_argument(flag, action=Number, kind="int", default=1, metavar="N", help=help_text)
+    layout.add_argument(
+        "--tensor-model-parallel-size",
+        action=Number,
+        kind="int",
+        default=1,
+        metavar="N",
+        help="processes that share every layer",
+    )
+    layout.add_argument(
+        "--pipeline-model-parallel-size", action=Number, kind="int", default=1, metavar="N", help="pipeline stages"
+    )
     layout.add_argument(ACROSS, dest="across_nodes", action="store_true", help="share layers with other nodes too")
     layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")

@@ -1,6 +1,7 @@
 """Number flags of the tools are read by the grammar of all settings, and refused with the problems of a run."""
 
 import re
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -12,8 +13,14 @@ from megazero.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted((ROOT / "megazero/commands").glob("*.py"))
-ACTIONS = {"checkpoint": ["inspect"], "convert": ["export"]}
-SHARED = {"preprocess": ["--num-shards", "--shard-index", "--tiktoken-num-special-tokens"]}
+# {command with subcommands: the one that has a flag, or all}
+ACTIONS = {"checkpoint": {"": "inspect"}, "convert": {"": "export", "--vocab-size": "import"}}
+OF_A_MODEL = ["--step", "--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
+# {file of flags that commands share: the flags of each command}
+SHARED = {
+    "prepare": {"preprocess": ["--num-shards", "--shard-index", "--tiktoken-num-special-tokens"]},
+    "generate": {"generate": OF_A_MODEL, "evaluate": OF_A_MODEL},
+}
 
 
 def number_flags(path: Path) -> list[tuple[str, str]]:
@@ -22,17 +29,19 @@ def number_flags(path: Path) -> list[tuple[str, str]]:
 
 
 NUMBERS = {
-    path: [*number_flags(path), *((flag, "int") for flag in SHARED.get(path.stem, ()))]
+    path: [*number_flags(path), *((flag, "int") for flags in SHARED.values() for flag in flags.get(path.stem, ()))]
     for path in COMMANDS
     if number_flags(path)
 }
 
 
 def test_every_tool_reads_its_numbers_so() -> None:
-    shared = {flag for flag, _ in number_flags(ROOT / "megazero/prepare/arguments.py")}
-    assert shared == {flag for flags in SHARED.values() for flag in flags}
-    assert len(NUMBERS) == 8 and sum(map(len, NUMBERS.values())) > 30
-    for path in (*COMMANDS, ROOT / "megazero/prepare/arguments.py"):
+    files = {package: ROOT / "megazero" / package / "arguments.py" for package in SHARED}
+    for package, path in files.items():
+        shared = {flag for flag, _ in number_flags(path)}
+        assert shared == {flag for flags in SHARED[package].values() for flag in flags}
+    assert len(NUMBERS) == 9 and sum(map(len, NUMBERS.values())) > 30
+    for path in (*COMMANDS, *files.values()):
         assert not re.search(r"type=(int|float)\b|ArgumentParser\(", path.read_text()), path
 
 
@@ -41,17 +50,23 @@ def test_the_same_values_for_every_number(path: Path, capsys: pytest.CaptureFixt
     """One command line gives each number every value; an unknown flag keeps the tool from starting its work."""
     legal = {"int": ["1e1", "1_0", "10.0"], "float": ["1e1", "1_0", "0.5"]}
     wrong = {"int": ["x", "nan", "1e400", "2.5"], "float": ["x", "nan", "1e400"]}
-    flags = [f"{flag}={value}" for flag, kind in NUMBERS[path] for value in (*wrong[kind], *legal[kind], "")]
     main = import_module(f"megazero.commands.{path.stem}").main
-    status = run_program(lambda: main([*ACTIONS.get(path.stem, []), *flags, "--nonsense"]))
-    text = capsys.readouterr().err
-    assert status == 2 and "usage" not in text and "invalid" not in text
+    actions = ACTIONS.get(path.stem, {})
+    by_action: dict[str, list[tuple[str, str]]] = {}
     for flag, kind in NUMBERS[path]:
-        noun = "a whole number" if kind == "int" else "a number"
-        assert text.count(f"{flag} has an empty value") == 1
-        assert text.count(f"rule:  {flag} is {noun}") == len(wrong[kind])
-        for value in wrong[kind]:
-            assert f"{flag} {value}\n    rule:  {flag} is {noun}" in text
+        by_action.setdefault(actions.get(flag, actions.get("", "")), []).append((flag, kind))
+    for action, numbers in by_action.items():
+        flags = [f"{flag}={value}" for flag, kind in numbers for value in (*wrong[kind], *legal[kind], "")]
+        words = [*filter(None, [action]), *flags, "--nonsense"]
+        status = run_program(partial(main, words))
+        text = capsys.readouterr().err
+        assert status == 2 and "usage" not in text and "invalid" not in text
+        for flag, kind in numbers:
+            noun = "a whole number" if kind == "int" else "a number"
+            assert text.count(f"{flag} has an empty value") == 1
+            assert text.count(f"rule:  {flag} is {noun}") == len(wrong[kind])
+            for value in wrong[kind]:
+                assert f"{flag} {value}\n    rule:  {flag} is {noun}" in text
 
 
 def parser() -> Flags:

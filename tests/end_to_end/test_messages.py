@@ -299,11 +299,6 @@ ROWS: dict[str, Row] = {
         ("SentencePieceTokenizer without --tokenizer-model", "read from a file", "--tokenizer-model FILE"),
         broken_files.corpus,
     ),
-    "an empty split": Row(
-        {**CORPUS, "--split": "969,30,1", "--eval-iters": "1"},
-        ("--split 969,30,1", "train 2, valid 0, test 0", "deals out whole documents", "--split-documents N"),
-        broken_files.two_documents,
-    ),
     "no split to evaluate": Row(
         {**CORPUS, "--eval-iters": "1"},
         ("--split 1 with --eval-iters 1", "evaluation needs a share", "--eval-iters 0"),

@@ -261,7 +261,7 @@ def test_it_is_frozen_and_strict() -> None:
         (
             {"zero": {"offload_optimizer": "cpu", "delayed_parameter_update": True}, "optimizer": {"type": "Lamb"}},
             "config: zero.delayed_parameter_update with optimizer.type Lamb",
-            "norms of whole parameters",
+            "figures of whole parameters",
             "leave out zero.delayed_parameter_update, or another optimizer",
         ),
         ({"zero": {}, "optimizer": {"type": "Muon"}}, 'config: optimizer.type: "Muon"', "refused", "AdamW"),

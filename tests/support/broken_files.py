@@ -34,10 +34,6 @@ def corpus(folder: Path) -> None:
     write_corpus(folder / "text", documents())
 
 
-def two_documents(folder: Path) -> None:
-    write_corpus(folder / "text", documents(2))
-
-
 def truncated_tokens(folder: Path) -> None:
     corpus(folder)
     _cut(folder / "text.bin", 300)
