@@ -46,7 +46,7 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["megazero", "megazero.*"]),
-    package_data={"megazero": ["py.typed"]},
+    package_data={"megazero": ["py.typed"], "megazero.planner.page": ["page.css", "what_if.js"]},
     entry_points={"console_scripts": ["megazero = megazero.command:run"]},
     install_requires=[
         "torch>=2.11",

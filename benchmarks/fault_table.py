@@ -586,6 +586,20 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/planner/test_costs.py",),
     ),
     Fault(
+        "planner/page/stages.py",
+        "every wait of a drawn stage is for the step's first message",
+        "kind = messages[place].lane",
+        "kind = messages[0].lane",
+        ("tests/planner/page/test_stages.py",),
+    ),
+    Fault(
+        "planner/page/pictures.py",
+        "spans are drawn from the edge of the picture, not from that of their lane",
+        "x, width = _LEFT + _WIDTH * start",
+        "x, width = _WIDTH * start",
+        ("tests/planner/page/test_pictures.py",),
+    ),
+    Fault(
         "planner/allocator.py",
         "a freed block is not joined with the one behind it",
         "if block.after is not None and block.after.is_free:",

@@ -1,19 +1,28 @@
 """Plan a run: `megazero plan --hardware dgx-h100 --nodes 16 --preset gpt2-1.5b --zero-stage 3 ...`."""
 
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megazero.console import Console
 from megazero.errors import ConfigError, Problem
+from megazero.files import written_aside
 from megazero.parallel.job import read_job
 from megazero.planner.machines import MACHINES
+from megazero.planner.page.controls import CONTROLS, DEFAULT, read_controls
 from megazero.planner.words import HARDWARE, Words, machine, nodes_of, read_run, split_words
 from megazero.report.summary import read_records
 from megazero.train.start.outline import outline_sizes
 
-USAGE = f"""usage: megazero plan [--hardware NAME|FILE.yaml] [--nodes N | --world-size N] [--format text|json] FLAGS
+if TYPE_CHECKING:
+    from megazero.planner.page.page import PageStory
+
+USAGE = f"""usage: megazero plan [--hardware NAME|FILE.yaml] [--nodes N | --world-size N]
+                     [--format text|json|html] [--output FILE.html] [--what-if LIST] FLAGS
        megazero plan --compare RUN/metrics.jsonl [--hardware ...] FLAGS
        megazero plan --calibrate FILE.yaml [--processes N]
        megazero plan --paper [--format text|json]
@@ -33,6 +42,10 @@ corpus made-up tokens are planned; nothing is trained, loaded or saved.
 --compare    a metrics file of the same run, whose steps are put beside their prediction, part by part
 --calibrate  measures this machine by all processes at once, those of --processes or of a launcher, and writes its
              description to a new file, for --hardware
+--format     text, json (everything in bytes), or html: a page with pictures and tables that stands alone
+--output FILE.html   the file of the page (default: standard output)
+--what-if LIST   what a reader of the page may change: {", ".join(CONTROLS)}, or none (default: {DEFAULT});
+             each value is run dry with two sizes of micro-batch
 --paper      the ZeRO paper's tables, its figure 1 and its communication volumes, from this code run dry, beside the
              paper's values
 """
@@ -45,11 +58,19 @@ def main(words: Sequence[str]) -> int:
         console.line(USAGE.rstrip("\n"))
         return 0
     own = split_words(words)
-    as_json = own.values.get("--format") == "json"
+    chosen = own.values.get("--format", "text")
+    as_json, as_page = chosen == "json", chosen == "html"
+    controls = read_controls(own.values.get("--what-if", DEFAULT))
     if own.is_paper:
+        if as_page:
+            raise ConfigError(Problem("--paper --format html", "the paper's tables are text or JSON", "--format json"))
         return _paper(own.rest, as_json=as_json)
     if "--calibrate" in own.values:
         return _calibrate(own)
+    output = Path(own.values["--output"]) if "--output" in own.values else None
+    if output is not None and (output.exists() or not output.parent.is_dir()):
+        rule = "a page is a new file in a folder that is there"
+        raise ConfigError(Problem(f"--output {output}", rule, "the name of a file that is not there yet"))
     hardware = machine(own.values)
     run = Path(own.values["--compare"]) if "--compare" in own.values else None
     records = [] if run is None else list(read_records(run))
@@ -63,22 +84,44 @@ def main(words: Sequence[str]) -> int:
     from megazero.planner.show import lines
 
     job = DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=hardware.device == "cuda")
-    if not as_json:
+    if chosen == "text":
         for line in (*wanted.notices, f"planned for {hardware.name}, {wanted.nodes.describe()}"):
             console.line(line)
         for line in outline_sizes(wanted.config, job.world_size):
             console.line(line)
         console.line("")
     plan = make_plan(job, hardware)
-    forecast = forecast_of(plan)
+    forecast = forecast_of(plan, draws=as_page)
     rows = () if run is None else compared(forecast.step, records, origin=str(run))
-    if as_json:
+    if as_page:
+        from megazero.planner.page.page import PageStory
+        from megazero.planner.page.what_if import points
+
+        tried = points(plan, controls, lambda line: print(line, file=sys.stderr))
+        story = PageStory(plan, forecast, tried, rows, shlex.join(("megazero", "plan", *words)))
+        _page(story, output)
+    elif as_json:
         beside = {} if run is None else {"compared": [asdict(row) for row in rows]}
         console.line(json.dumps({**plan.to_json(), "time": forecast.to_json(), **beside}, indent=1))
     else:
         for line in (*forecast.lines(), "", *(side_by_side(rows) if rows else ()), "", *lines(plan)):
             console.line(line)
     return 0 if plan.fits else 1
+
+
+def _page(story: "PageStory", output: Path | None) -> None:
+    """Write the page to a file, or print it."""
+    from megazero.planner.page.page import plan_page
+    from megazero.planner.show import verdict
+
+    page = plan_page(story)
+    if output is None:
+        sys.stdout.write(page)
+        return
+    with written_aside(output) as stream:
+        stream.write(page.encode())
+    for line in (*verdict(story.plan), f"written: {output}"):
+        Console().line(line)
 
 
 def _paper(rest: Sequence[str], *, as_json: bool) -> int:

@@ -13,7 +13,7 @@ from megazero.planner.trace import Part
 from megazero.units import format_bytes
 
 _WIDTH = 34
-_AXES = MappingProxyType({HOST: "host memory", FILE: "file"})
+AXES = MappingProxyType({HOST: "host memory", FILE: "file"})
 _PACKAGE = Path(megazero.__file__).parent.parent
 
 
@@ -76,11 +76,12 @@ def _moments(fullest: Sequence[tuple[RankRecord, Part]]) -> Iterator[str]:
     for rank, part in fullest:
         record = rank.parts[part]
         phase = phase_at_peak(record)
-        words = [part, phase, f"at {record.unit}" if record.unit else "", _line_of(record)]
+        words = [part, phase, f"at {record.unit}" if record.unit else "", line_of(record)]
         yield f"  peak of rank {rank.trace.rank}: {', '.join(word for word in words if word)}"
 
 
-def _line_of(record: PartRecord) -> str:
+def line_of(record: PartRecord) -> str:
+    """Return the file and the number of the line that a part had come to at its peak; "" if none is known."""
     if record.line is None:
         return ""
     path = Path(record.line.file)
@@ -119,8 +120,8 @@ def _traffic(plan: Plan) -> Iterator[str]:
             cells = (count.calls, count.nbytes, between_nodes(sending, axis, name, count))
             if count.nbytes:
                 shown = (f"{cells[0]:,}", *map(format_bytes, cells[1:]))
-                yield _row(f"  {_AXES.get(axis, axis)} {name.replace('_', '-')}", shown)
-            if axis not in _AXES and count.nbytes:
+                yield _row(f"  {AXES.get(axis, axis)} {name.replace('_', '-')}", shown)
+            if axis not in AXES and count.nbytes:
                 sums = [one + other for one, other in zip(sums, cells, strict=True)]
     yield _row("  to other ranks in all", (f"{sums[0]:,}", *map(format_bytes, sums[1:])))
 

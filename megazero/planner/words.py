@@ -13,15 +13,20 @@ from megazero.errors import ConfigError, Problem, TopologyError, raise_problems
 from megazero.parallel.nodes import Nodes, problems_of_placement
 from megazero.planner.hardware import Hardware
 from megazero.planner.machines import hardware_of
+from megazero.planner.page.controls import DEFAULT
 from megazero.rules import run as rules
 from megazero.train.start.check import topology
 from megazero.train.start.inputs import open_inputs
 
-FORMATS = ("text", "json")
+FORMATS = ("text", "json", "html")
 HARDWARE = "dgx-h100"
-_VALUED = ("--hardware", "--nodes", "--world-size", "--format", "--compare", "--calibrate")
+_VALUED = ("--hardware", "--nodes", "--world-size", "--format", "--compare", "--calibrate", "--output", "--what-if")
+_OF_PAGES = ("--output", "--what-if")
 _EXAMPLES = MappingProxyType(
-    {"--hardware": HARDWARE, "--format": "json", "--compare": "RUN/metrics.jsonl", "--calibrate": "FILE.yaml"}
+    {
+        **{"--hardware": HARDWARE, "--format": "json", "--compare": "RUN/metrics.jsonl", "--calibrate": "FILE.yaml"},
+        **{"--output": "plan.html", "--what-if": DEFAULT},
+    }
 )
 
 
@@ -62,7 +67,10 @@ def split_words(words: Sequence[str]) -> Words:
             raise ConfigError(Problem(name, "this flag has a value", f"{name} {_example(name)}"))
     if (chosen := values.get("--format", FORMATS[0])) not in FORMATS:
         near = difflib.get_close_matches(chosen, FORMATS, n=1) or FORMATS
-        raise ConfigError(Problem(f"--format {chosen}", "a plan is text or JSON", ", ".join(near)))
+        raise ConfigError(Problem(f"--format {chosen}", "a plan is text, JSON or a page", ", ".join(near)))
+    for name in _OF_PAGES:
+        if name in values and (chosen != "html" or is_paper):
+            raise ConfigError(Problem(f"{name} {values[name]}", "this flag is for a page of a run", "--format html"))
     return Words(values, is_paper, rest)
 
 

@@ -31,6 +31,18 @@ def test_a_plan_is_printed_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_page_is_a_new_file(tmp_path: Path) -> None:
+    words = ("--world-size", "8", "--format", "html", "--what-if", "none", "--output", "plan.html", *RUN)
+    done = plan(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "written: plan.html" in done.stdout and [path.name for path in tmp_path.iterdir()] == ["plan.html"]
+    page = (tmp_path / "plan.html").read_text()
+    assert page.startswith("<!doctype html>") and "--what-if none --output plan.html" in page
+    done = plan(*words, cwd=tmp_path)
+    assert done.returncode == 2 and "that is not there yet" in done.stderr
+    assert plan(*words[:4], "--what-if", "stages", *RUN, cwd=tmp_path).returncode == 2
+
+
 def test_the_status_tells_that_a_plan_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(
         "{device: cuda, devices_per_node: 8, memory_bytes: 1000, matrix: {bf16: {rates: 1e12}},"

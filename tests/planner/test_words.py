@@ -56,6 +56,8 @@ def refusal(words: Sequence[str]) -> str:
         (["--nodes", "none"], "--nodes none", "--nodes 16"),
         (["--nodes", "2", "--world-size", "16"], "--nodes 2 and --world-size 16", "--nodes N"),
         (["--format", "jsn"], "--format jsn", "json"),
+        (["--output", "plan.html"], "--output plan.html", "--format html"),
+        (["--what-if", "stage", "--format", "json"], "--what-if stage", "--format html"),
         (["--hardware", "dgx-h200"], "--hardware dgx-h200", "dgx-h100"),
         (["--zero-stage", "4"], "--zero-stage 4", "3"),
         (["--tensor-model-parallel-size", "5"], "--tensor-model-parallel-size 5", "--tensor-model-parallel-size 4"),

@@ -113,7 +113,11 @@ def _range(low: float, high: float) -> tuple[float, float]:
 
 
 def bars(
-    rows: Sequence[tuple[str, Mapping[str, float]]], colours: Mapping[str, str], *, shown: Callable[[float], str]
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    colours: Mapping[str, str],
+    *,
+    shown: Callable[[float], str],
+    label: str = "memory of every rank",
 ) -> str:
     """Return an SVG element with a stacked bar for every (name, {part: amount}), longest = most, and its sum."""
     parts = {name for _, amounts in rows for name, amount in amounts.items() if amount}
@@ -133,4 +137,4 @@ def bars(
             )
             x += length
         drawn.append(text(x + 8, y + 12, shown(sum(amounts.values()))))
-    return part_of_page(width, 36 + len(rows) * (_ROW + _GAP), drawn, label="memory of every rank")
+    return part_of_page(width, 36 + len(rows) * (_ROW + _GAP), drawn, label=label)

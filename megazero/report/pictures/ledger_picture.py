@@ -23,6 +23,9 @@ from megazero.svg import CLASSES, COLOURS, LETTER_WIDTH, legend, part_of_page, r
 from megazero.units import format_bytes
 
 _STRIP = 17  # the height of the units' names
+_LEAST_BAND, _LEAST_UNIT = 1.0, 3.0  # pixels; what is narrower is not drawn, or as one with its neighbours
+_MOST_ROOM = 2.5  # times the peak: more room than that is above the picture
+_ROOM = "#d1495b"
 
 # Model states have cold colours, activations warm ones; neighbours in the stack differ in lightness.
 CATEGORY_COLOURS: Mapping[str, str] = MappingProxyType(
@@ -160,24 +163,64 @@ def peak_unit(step: StepMemory) -> str:
     return next((each.unit for each in sections(step.timeline) if each.begin < where <= each.end), "")
 
 
-def drawing(step: StepMemory) -> str:
-    """Return the SVG element."""
+def drawing(step: StepMemory, *, room: int = 0, place: str = "", most_columns: int = 1000) -> str:
+    """Return the SVG element.
+
+    room: bytes, where a line is drawn, or words that it is above the picture; 0 for none.  place: of the peak, by
+    default its unit.  most_columns: of the areas.
+    """
     timeline = step.timeline
-    frame = Frame(timeline.num_operations + 1, 1.06 * max(step.peak_bytes, 1))
-    units = sections(timeline)
+    peak = max(step.peak_bytes, 1)
+    frame = Frame(timeline.num_operations + 1, 1.06 * (max(peak, room) if room <= _MOST_ROOM * peak else peak))
+    units = joined(sections(timeline), least=round(_LEAST_UNIT * frame.operations / frame.width))
     below = frame.foot + (_STRIP + 4 if units else 0)
     parts = [
         *_phase_bands(timeline, frame),
         *bytes_grid(frame),
-        *areas(step, frame),
+        *areas(step, frame, most_columns),
         *_unit_strip(units, frame),
-        *_peak_mark(step, frame),
+        *_peak_mark(step, frame, place or peak_unit(step)),
+        *(_room_line(room, frame) if room else ()),
         *_operations(frame, below + 18),
         text(frame.right, below + 38, "operations run", "end"),
     ]
     entries = [(_words(name), CATEGORY_COLOURS[name]) for name in CATEGORIES if step.peaks[name]]
     parts += [*legend(frame.left, below + 38, entries[:5]), *legend(frame.left, below + 58, entries[5:])]
     return part_of_page(frame.right + 20, below + 68, parts, label="live memory by category over one step")
+
+
+def joined(found: Sequence[Section], *, least: int) -> list[Section]:
+    """Return the sections with runs of those of fewer than `least` operations as one: "layers.0-11".
+
+    A run has names that differ in a number alone, which grows or shrinks.  Its phase is "backward" where
+    recomputation alternates with that.
+    """
+    kept: list[Section] = []
+    for each in found:
+        longer = _with_next(kept[-1], each, least) if kept else None
+        if longer is None:
+            kept.append(each)
+        else:
+            kept[-1] = longer
+    return kept
+
+
+def _with_next(run: Section, each: Section, least: int) -> Section | None:
+    """Return a run with one section more; None if that begins another run."""
+    family, _, numbers = run.unit.rpartition(".")
+    first, _, last = numbers.partition("-")
+    own_family, _, number = each.unit.rpartition(".")
+    if not (first.isdecimal() and number.isdecimal()) or (own_family, each.begin) != (family, run.end):
+        return None
+    way, step = int(last or first) - int(first), int(number) - int(last or first)
+    turns = way * step < 0
+    # A layer is recomputed before its backward, so in a run of backwards its forward is of the next layer.
+    differs = each.phase != run.phase and (way > 0 or (each.phase == "forward" and step == 0))
+    if turns or differs or min(run.end - run.begin, each.end - each.begin) >= least:
+        return None
+    phase = run.phase if each.phase == run.phase else "backward"
+    unit = run.unit if first == number else f"{family}.{first}-{number}"
+    return Section(run.begin, each.end, phase, unit)
 
 
 def columns(timeline: Timeline, most: int = 1000) -> NDArray[np.int64]:
@@ -195,9 +238,9 @@ def columns(timeline: Timeline, most: int = 1000) -> NDArray[np.int64]:
     return table
 
 
-def areas(step: StepMemory, frame: Frame) -> list[str]:
-    """Draw one closed path per category, from the bottom of the stack to its top."""
-    table = columns(step.timeline, round(frame.width))
+def areas(step: StepMemory, frame: Frame, most: int = 1000) -> list[str]:
+    """Draw one closed path per category, from the bottom of the stack to its top, of at most so many columns."""
+    table = columns(step.timeline, min(most, round(frame.width)))
     tops = table.cumsum(axis=1)
     paths = []
     for index, category in enumerate(CATEGORIES):
@@ -231,11 +274,14 @@ def _phase_bands(timeline: Timeline, frame: Frame) -> list[str]:
     ends = [*starts, frame.right][1:]
     bands = []
     for number, (mark, start, end) in enumerate(zip(timeline.phases, starts, ends, strict=True)):
+        if end - start < _LEAST_BAND:
+            continue
         shade = "band" if number % 2 else "faint-band"
         place = f'x="{start:.1f}" y="{frame.top - 22}" width="{end - start:.1f}" height="{frame.height + 22}"'
         bands.append(f'<rect {place} class="{shade}"><title>{mark.phase}</title></rect>')
-        if end - start > LETTER_WIDTH * len(mark.phase):
-            bands.append(text((start + end) / 2, frame.top - 7, mark.phase, "middle"))
+        names = (mark.phase, mark.phase[:1])
+        name = next((name for name in names if end - start > LETTER_WIDTH * len(name) + 6), "")
+        bands += [text((start + end) / 2, frame.top - 7, name, "middle")] if name else []
     return bands
 
 
@@ -270,11 +316,21 @@ def _operations(frame: Frame, y: float) -> list[str]:
     return [text(frame.x(number), y, str(number), "middle") for number in range(0, frame.operations, step)]
 
 
-def _peak_mark(step: StepMemory, frame: Frame) -> list[str]:
+def _room_line(room: int, frame: Frame) -> list[str]:
+    words = f"a device less its constants: {format_bytes(room)}"
+    if room > frame.top_bytes:
+        return [text(frame.right, 9, f"{words}, above this picture", "end")]
+    y = frame.y(room)
+    return [
+        f'<path class="room" d="M{frame.left:g} {y:.1f}h{frame.width:g}" stroke="{_ROOM}" stroke-width="1.6"/>',
+        text(frame.left + 8, y + (14 if y < frame.top + 16 else -5), words, "strong"),
+    ]
+
+
+def _peak_mark(step: StepMemory, frame: Frame, place: str) -> list[str]:
     x, y = frame.x(step.peak_operation + 0.5), frame.y(step.peak_bytes)
     is_right = x > frame.left + frame.width / 2
-    unit = peak_unit(step)
-    label = f"peak {format_bytes(step.peak_bytes)}" + (unit and f", in {unit}")
+    label = f"peak {format_bytes(step.peak_bytes)}" + (place and f", in {place}")
     return [
         f'<path class="ink" d="M{x:.1f} {frame.top}V{frame.foot}" stroke-dasharray="3 3"/>',
         text(x + (-7 if is_right else 7), y - 6, label, "strong end" if is_right else "strong"),

@@ -1,0 +1,56 @@
+"""Opens the page of a plan in headless Chromium: its controls show the recorded runs, and what lies between them."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.plan_page import Drawn, Reader, drawn_plan
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--disable-extensions"),
+)
+CAPTION = "The plan and this setting, bytes of the rank that needs most"
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Drawn:
+    return drawn_plan()
+
+
+def opened(page: str, folder: Path, fragment: str) -> Reader:
+    """Return the page as it is once its script has set the controls by the fragment."""
+    file = folder / "plan.html"
+    file.write_text(page)
+    command = [str(BROWSER), *FLAGS, f"--user-data-dir={folder / fragment}", "--dump-dom", f"file://{file}#{fragment}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return Reader(done.stdout)
+
+
+def test_the_controls_show_a_recorded_run(drawn: Drawn, tmp_path: Path) -> None:
+    reader = opened(drawn.page, tmp_path, "micro-batch=4&stage=3")
+    rows = {row[0]: figures for row, figures in reader.tables[CAPTION].items()}
+    own = drawn.points[0]
+    point = next(each for each in drawn.points if (each.setting["micro-batch"], each.setting["stage"]) == (4, 3))
+    assert rows["in all"] == [own.total, point.total, point.total - own.total]
+    assert rows["a step, modelled"][:2] == [own.seconds, point.seconds]
+    for name, nbytes in point.at_peak.items():
+        assert rows[name.replace("_", " ")][1] == nbytes, name
+    text = "".join(reader.texts)
+    assert "Recorded: this run was run dry." in text
+    assert dict(reader.elements)["output"] and "are left." in text
+    assert [found.get("hidden", "shown") for tag, found in reader.elements if tag == "form"] == ["shown"]
+
+
+def test_between_two_recorded_runs_lies_a_line(drawn: Drawn, tmp_path: Path) -> None:
+    reader = opened(drawn.page, tmp_path, "micro-batch=2")
+    rows = {row[0]: figures for row, figures in reader.tables[CAPTION].items()}
+    low, high = drawn.points[:2]
+    for name in ("parameters", "temporary"):
+        assert rows[name][1] == round(low.at_peak[name] + (high.at_peak[name] - low.at_peak[name]) / 3)
+    assert "Computed: on the line between the recorded micro-batches 1 and 4" in "".join(reader.texts)
+    assert len(rows["a step, modelled"]) == 1  # no time is computed
