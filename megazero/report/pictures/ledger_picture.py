@@ -24,6 +24,7 @@ from megazero.units import format_bytes
 
 _STRIP = 17  # the height of the units' names
 _LEAST_BAND, _LEAST_UNIT = 1.0, 3.0  # pixels; what is narrower is not drawn, or as one with its neighbours
+_MOST_UNITS, _NAMED_UNIT = 60, 24.0  # more units than this are drawn as one until a name has room
 _MOST_ROOM = 2.5  # times the peak: more room than that is above the picture
 _ROOM = "#d1495b"
 
@@ -172,7 +173,9 @@ def drawing(step: StepMemory, *, room: int = 0, place: str = "", most_columns: i
     timeline = step.timeline
     peak = max(step.peak_bytes, 1)
     frame = Frame(timeline.num_operations + 1, 1.06 * (max(peak, room) if room <= _MOST_ROOM * peak else peak))
-    units = joined(sections(timeline), least=round(_LEAST_UNIT * frame.operations / frame.width))
+    units = sections(timeline)
+    least = _LEAST_UNIT if len(units) <= _MOST_UNITS else _NAMED_UNIT
+    units = joined(units, least=round(least * frame.operations / frame.width))
     below = frame.foot + (_STRIP + 4 if units else 0)
     parts = [
         *_phase_bands(timeline, frame),

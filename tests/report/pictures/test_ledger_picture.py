@@ -12,7 +12,16 @@ import pytest
 
 from megazero.errors import DataError
 from megazero.memory.ledger_figures import CATEGORIES, Category, PhaseMark, StepMemory, Timeline, UnitMark
-from megazero.report.pictures.ledger_picture import columns, drawing, page, phase_of, sections, write_picture
+from megazero.report.pictures.ledger_picture import (
+    Section,
+    columns,
+    drawing,
+    joined,
+    page,
+    phase_of,
+    sections,
+    write_picture,
+)
 
 MIB = 1 << 20
 PHASES = (PhaseMark(1, "forward"), PhaseMark(6, "backward"), PhaseMark(11, "update"))
@@ -164,6 +173,22 @@ class Tags(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text.append(data.strip())
+
+
+def test_narrow_units_that_differ_in_a_number_are_joined() -> None:
+    """Forwards of two micro-batches, and backwards whose layers are recomputed; wide ones stay what they are."""
+    names = ["F0", "F1", "F2", "B2", "F1", "B1", "F0", "B0", "F0", "F1", "F2"]
+    phases = {"F": "forward", "B": "backward"}
+    found = [Section(n, n + 1, phases[name[0]], f"layers.{name[1]}") for n, name in enumerate(names)]
+    found = [Section(-1, 0, "forward", "embedding"), *found]
+    expected = [
+        Section(-1, 0, "forward", "embedding"),
+        Section(0, 3, "forward", "layers.0-2"),
+        Section(3, 8, "backward", "layers.2-0"),
+        Section(8, 11, "forward", "layers.0-2"),
+    ]
+    assert joined(found, least=2) == expected
+    assert joined(found, least=1) == found
 
 
 def test_the_page_is_whole_and_needs_nothing_else() -> None:
