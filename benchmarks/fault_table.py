@@ -358,6 +358,27 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/data/test_loader.py",),
     ),
     Fault(
+        "config/curriculum.py",
+        "the length of a step is that of the step before it",
+        "return self.lengths[bisect_right(self.starts, steps) - 1]",
+        "return self.lengths[bisect_right(self.starts, max(steps - 1, 0)) - 1]",
+        ("tests/config/test_curriculum.py",),
+    ),
+    Fault(
+        "data/loader.py",
+        "a loader that goes on cuts its rows as that of a new run does",
+        "self._consumed, self._steps = start_sample, start_step",
+        "self._consumed, self._steps = start_sample, 0",
+        ("tests/data/test_loader.py",),
+    ),
+    Fault(
+        "library/engine.py",
+        "the model is told a length in evaluations too",
+        "if self._gives_length and self.module.training:",
+        "if self._gives_length:",
+        ("tests/library/step/test_curriculum.py",),
+    ),
+    Fault(
         "dialects/deepspeed/sections.py",
         "communication overlaps in every stage unless told",
         'value = settings["zero_stage"].value == 3',
@@ -465,8 +486,8 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "data/loader.py",
         "the mask of a token counts for the position that holds it, not for the one that predicts it",
-        "found[1:].astype(np.float32)",
-        "found[:-1].astype(np.float32)",
+        "found[1 : tokens.shape[1] + 1]",
+        "found[: tokens.shape[1]]",
         ("tests/data/test_loader.py",),
     ),
     Fault(

@@ -40,6 +40,7 @@ from megazero.dialects.megatron import (
     FROM_VOCAB_FILE,
     IMPLIED,
     INSTEAD,
+    NAMED,
     NO_TOKENIZER,
     OTHER_VALUES,
     REFUSED,
@@ -350,6 +351,8 @@ def _with_own_tokenizer(gathered: _Gathered, raw: Sequence[RawValue]) -> list[Ra
 def _with_own_value(item: RawValue) -> RawValue:
     """Return a setting's value with megazero's name of it."""
     word = _only_word(item)
+    if (item.flag_name, word) in NAMED:
+        return replace(item, name=NAMED[item.flag_name, word], value="true")
     own = OTHER_VALUES.get(item.name, {}).get(word)
     if item.name == "split" and len(word) > 2 and word[0] == word[-1] == "'":
         own = word[1:-1]  # scripts that keep flags in an array pass its quotes on

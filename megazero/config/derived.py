@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from megazero.config.curriculum import RowLengths, row_lengths_of
 from megazero.config.engine_sections import LimitConfig, OptimizerConfig, ZeroConfig
 from megazero.config.lengths import RateLengths, RunLength
 from megazero.config.model import ModelConfig
@@ -222,6 +223,12 @@ def step_sizes(config: RunConfig, world_size: int) -> StepSizes:
     return varied if isinstance(varied, StepSizes) else StepSizes.constant(last)
 
 
+def row_lengths(config: RunConfig) -> RowLengths:
+    """Return the length of the rows of every training step; whole ones without a curriculum that keeps its rules."""
+    length = config.model.seq_length
+    return row_lengths_of(config.curriculum, length) or RowLengths.constant(length)
+
+
 def global_batch_size(config: RunConfig, world_size: int) -> int:
     """Return the number of samples in one step; where it changes, in the last ones, and in one of an evaluation."""
     return step_sizes(config, world_size).sizes[-1]
@@ -233,22 +240,27 @@ def num_micro_batches(config: RunConfig, world_size: int) -> int:
 
 
 def length_in_samples(config: RunConfig) -> int | None:
-    """Return the length of the run in samples; None if it is given in steps alone."""
-    tokens = config.training.train_tokens
+    """Return the length of the run in samples; None if it is given in steps, or in tokens of cut rows."""
+    tokens = None if config.curriculum.curriculum_learning else config.training.train_tokens
     given = (config.training.train_samples, None if tokens is None else tokens // config.model.seq_length)
     return min((samples for samples in given if samples is not None), default=None)
 
 
-def last_iteration(config: RunConfig, world_size: int, *, iteration: int = 0, consumed_samples: int = 0) -> int:
+def last_iteration(
+    config: RunConfig, world_size: int, *, iteration: int = 0, consumed_samples: int = 0, consumed_tokens: int = 0
+) -> int:
     """Return the step at which the run ends; samples that don't fill a last global batch are left out.
 
-    iteration, consumed_samples: the progress so far; earlier steps may have had other batch sizes.
+    iteration, consumed_samples, consumed_tokens: the progress so far; earlier steps may have had other batch sizes.
     """
-    samples, steps = length_in_samples(config), config.training.train_iters
-    assert samples is not None or steps is not None, "rules.check lets no run through without a length"
+    samples, steps, sizes = length_in_samples(config), config.training.train_iters, step_sizes(config, world_size)
     ends = [] if steps is None else [steps]
     if samples is not None:
-        ends.append(iteration + step_sizes(config, world_size).steps_until(samples, consumed=consumed_samples))
+        ends.append(iteration + sizes.steps_until(samples, consumed=consumed_samples))
+    if config.curriculum.curriculum_learning and (tokens := config.training.train_tokens) is not None:
+        progress = {"steps": iteration, "samples": consumed_samples, "tokens": consumed_tokens}
+        ends.append(row_lengths(config).steps_until(tokens, sizes, **progress))
+    assert ends, "rules.check lets no run through without a length"
     return min(ends)
 
 
@@ -257,7 +269,9 @@ def run_length(config: RunConfig, world_size: int) -> RunLength:
     sizes, steps = step_sizes(config, world_size), last_iteration(config, world_size)
     samples, given = length_in_samples(config), config.training.train_iters
     ends_by_steps = samples is None or (given is not None and sizes.samples_after(given) <= samples)
-    return RunLength(steps, sizes, None if ends_by_steps else samples, config.model.seq_length)
+    rows = row_lengths(config)
+    cut = rows if rows.varies else None
+    return RunLength(steps, sizes, None if ends_by_steps else samples, config.model.seq_length, cut)
 
 
 def train_iters(config: RunConfig, world_size: int) -> int:
@@ -275,6 +289,8 @@ def rate_lengths(optimizer: OptimizerConfig, run: RunLength) -> RateLengths:
     by_steps = RateLengths("steps", optimizer.lr_warmup_iters, decay_steps, last_steps, run.steps)
     if optimizer.lr_decay_style in RATE_SETTINGS:  # a sweep has a shape of its own, in steps
         return by_steps
+    if run.rows is not None and (optimizer.lr_decay_tokens is not None or optimizer.lr_warmup_tokens):
+        return _lengths_in_tokens(optimizer, run, run.rows)
     decay = optimizer.lr_decay_samples
     if optimizer.lr_decay_tokens is not None:
         decay_length: float = run.samples_of_tokens(optimizer.lr_decay_tokens)
@@ -301,12 +317,29 @@ def rate_lengths(optimizer: OptimizerConfig, run: RunLength) -> RateLengths:
     return lengths if fraction is None else replace(lengths, warmup=fraction * lengths.decay)
 
 
+def _lengths_in_tokens(optimizer: OptimizerConfig, run: RunLength, rows: RowLengths) -> RateLengths:
+    """Return the lengths of the schedule of rates in tokens of rows that are cut, also those in steps."""
+    whole = rows.tokens_after(run.steps, run.sizes)
+    decay = optimizer.lr_decay_tokens or (
+        whole if optimizer.lr_decay_iters is None else rows.tokens_after(optimizer.lr_decay_iters, run.sizes)
+    )
+    warmup: float = optimizer.lr_warmup_tokens or rows.tokens_after(optimizer.lr_warmup_iters, run.sizes)
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * decay
+    last_steps = optimizer.lr_wsd_decay_iters or 0
+    before = rows.tokens_after(max(rows.steps_until(decay, run.sizes) - last_steps, 0), run.sizes)
+    return RateLengths("tokens", warmup, decay, decay - before if last_steps else 0, whole)
+
+
 def lr_decay_iters(config: RunConfig, world_size: int) -> int:
-    """Return the step at which the learning rate reaches min_lr, rounded up where it is given in samples."""
+    """Return the step at which the learning rate reaches min_lr, rounded up where it is given in samples or tokens."""
     run = run_length(config, world_size)
     lengths = rate_lengths(config.optimizer, run)
     if lengths.unit == "steps":
         return int(lengths.decay)
+    if run.rows is not None and lengths.unit == "tokens":
+        whole = run.rows.steps_until(int(lengths.decay), run.sizes)
+        return whole + (run.rows.tokens_after(whole, run.sizes) < lengths.decay)
     steps = run.sizes.steps_until(math.ceil(lengths.decay))
     return steps + (run.sizes.samples_after(steps) < lengths.decay)
 

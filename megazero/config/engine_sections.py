@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
+from megazero.config.curriculum import CurriculumConfig
 from megazero.config.fields import STRICT, FieldInfo, describe, setting
 
 # The size that means "no limit"; DeepSpeed has the same default for a limit that a configuration leaves out.
@@ -620,5 +621,8 @@ class ReportConfig:
 
 # {section that both doors have: its settings}
 SETTINGS: Mapping[type, tuple[FieldInfo, ...]] = MappingProxyType(
-    {cls: describe("", cls) for cls in (ZeroConfig, PrecisionConfig, ActivationConfig, LimitConfig, ReportConfig)}
+    {
+        cls: describe("", cls)
+        for cls in (ZeroConfig, PrecisionConfig, ActivationConfig, LimitConfig, ReportConfig, CurriculumConfig)
+    }
 )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megazero.config.curriculum import RowLengths
 from megazero.config.step_sizes import StepSizes
 
 
@@ -11,12 +12,14 @@ class RunLength:
     """The length of a run, in steps and in samples.
 
     samples: None where the length was given in steps.  seq_length: tokens of a sample.
+    rows: the lengths to which steps cut their samples; None: they are whole.
     """
 
     steps: int
     sizes: StepSizes = field(default_factory=lambda: StepSizes.constant(1))
     samples: int | None = None
     seq_length: int = 1
+    rows: RowLengths | None = None
 
     @property
     def total_samples(self) -> int:
@@ -32,11 +35,12 @@ class RunLength:
 class RateLengths:
     """The lengths of the parts of a run's schedule, counted in `unit`; those in steps alone hold for every batch size.
 
-    unit: "steps" or "samples".  warmup, decay: up to the peak and to the minimum, from the run's start.
+    unit: "steps", "samples" or, where rows are cut, "tokens".
+    warmup, decay: up to the peak and to the minimum, from the run's start.
     fall: the last part of the decay, in which WSD falls; 0 if none is given.  run: the whole run.
     """
 
-    unit: Literal["steps", "samples"]
+    unit: Literal["steps", "samples", "tokens"]
     warmup: float
     decay: float
     fall: float = 0

@@ -1,4 +1,4 @@
-"""The configuration of a run: ten sections of settings in one object.
+"""The configuration of a run: its sections of settings in one object.
 
 A builder takes the section that it needs; only the programs, the rules and the derived figures take the whole.
 """
@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
+from megazero.config.curriculum import CurriculumConfig
 from megazero.config.engine_sections import (
     ActivationConfig,
     LimitConfig,
@@ -417,6 +418,7 @@ class RunConfig:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     reports: ReportConfig = field(default_factory=ReportConfig)
@@ -433,6 +435,7 @@ SECTIONS: tuple[tuple[str, type], ...] = (
     ("zero", ZeroConfig),
     ("activations", ActivationConfig),
     ("data", DataConfig),
+    ("curriculum", CurriculumConfig),
     ("checkpoint", CheckpointConfig),
     ("logging", LoggingConfig),
     ("reports", ReportConfig),

@@ -7,7 +7,8 @@ ranks and micro-batch size b, micro-batch m of rank d starts at sample
     first + (m * D + d) * b
 
 so a layout determines which rank reads a sample, never which samples a step has.  The state of a loader is one integer:
-the number of samples consumed.
+the number of samples consumed; with it comes the number of steps where their rows are cut to a length of their own: the
+first tokens of every row, of what the sample is with all that rearranges or masks it.
 
 If the layout distinguishes documents, every token has the number of its document (`documents`, counted from 0 in each
 sample) and its position in it (`positions`).  A document ends with its end-of-document token; without one it
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.config.curriculum import RowLengths
 from megazero.config.step_sizes import StepSizes
 from megazero.data.samples import Samples
 
@@ -40,6 +42,7 @@ class BatchLayout:
     document_end: the id of end-of-document tokens; required by the two that follow.
     resets_positions, resets_attention: micro-batches have `positions`, and `documents`.
     pins: batches lie in pinned memory, from where a GPU copies them while the host continues.
+    length: the tokens to which rows are cut; None: they are whole.
     """
 
     global_batch_size: int
@@ -51,6 +54,7 @@ class BatchLayout:
     resets_positions: bool = False
     resets_attention: bool = False
     pins: bool = False
+    length: int | None = None
 
     def __post_init__(self) -> None:
         assert 0 <= self.data_rank < self.data_size, f"rank {self.data_rank} of {self.data_size}"
@@ -92,6 +96,11 @@ class StepBatch(NamedTuple):
     micro_batches: list[MicroBatch]
 
     @property
+    def seq_length(self) -> int:
+        """The tokens of a row, the same on every rank."""
+        return self.micro_batches[0].tokens.shape[1]
+
+    @property
     def num_positions(self) -> int:
         """The number of this rank's token positions, the same on every rank."""
         return sum(batch.tokens.numel() for batch in self.micro_batches)
@@ -106,6 +115,7 @@ def build_step_batch(source: Samples, first_sample: int, layout: BatchLayout) ->
 
 def _micro_batch(source: Samples, first: int, layout: BatchLayout) -> MicroBatch:
     rows = np.stack([source.sample(first + row) for row in range(layout.micro_batch_size)])  # [b, s + 1]
+    rows = rows if layout.length is None else rows[:, : layout.length + 1]
     tokens = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
     labels = torch.from_numpy(np.ascontiguousarray(rows[:, 1:]))
     mask = _loss_mask(source, first, tokens, layout)
@@ -120,7 +130,9 @@ def _loss_mask(source: Samples, first: int, tokens: Tensor, layout: BatchLayout)
     for row, found in enumerate(learnt):
         if found is not None:
             mask = torch.ones(tokens.shape) if mask is None else mask
-            mask[row] *= torch.from_numpy(found[1:].astype(np.float32))  # a position's label is the token after it
+            mask[row] *= torch.from_numpy(
+                found[1 : tokens.shape[1] + 1].astype(np.float32)
+            )  # a position's label is the token after it
     return mask
 
 
@@ -150,7 +162,8 @@ class BatchLoader:
 
     An error of the source is raised by the `next` that would have returned its batch.  With prefetch 0 there is no
     thread.  Close it, or use it as a context manager.  clock: a function that returns seconds, which never decrease.
-    sizes: the global batch sizes of the steps; by default the layout's.
+    sizes: the global batch sizes of the steps; by default the layout's.  lengths: those of their rows; None: rows are
+    whole.  start_step, start_sample: the steps and samples that are finished.
     """
 
     def __init__(
@@ -159,22 +172,27 @@ class BatchLoader:
         layout: BatchLayout,
         *,
         start_sample: int = 0,
+        start_step: int = 0,
         prefetch: int = 2,
         clock: Callable[[], float] = time.perf_counter,
         sizes: StepSizes | None = None,
+        lengths: RowLengths | None = None,
     ) -> None:
         self._source = source
         self._layout = layout
         self._sizes = sizes or StepSizes.constant(layout.global_batch_size)
+        self._lengths = lengths
         self._clock = clock
-        self._consumed = start_sample
+        self._consumed, self._steps = start_sample, start_step
         self._waited = 0.0
         self._closing = threading.Event()
         self._ready: queue.Queue[StepBatch | Exception] = queue.Queue(maxsize=max(1, prefetch))
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         if prefetch > 0:
-            self._thread = threading.Thread(target=self._read_ahead, args=(start_sample,), daemon=True, name="batches")
+            self._thread = threading.Thread(
+                target=self._read_ahead, args=(start_sample, start_step), daemon=True, name="batches"
+            )
             self._thread.start()
 
     @property
@@ -193,9 +211,10 @@ class BatchLoader:
     def __next__(self) -> StepBatch:
         """Return this rank's part of the next step."""
         began = self._clock()
-        batch = self._next_ready() if self._thread else self._read(self._consumed)
+        batch = self._next_ready() if self._thread else self._read(self._consumed, self._steps)
         self._waited += self._clock() - began
         self._consumed += self._sizes.at(self._consumed)
+        self._steps += 1
         return batch
 
     def close(self) -> None:
@@ -219,21 +238,22 @@ class BatchLoader:
             self._failure = item
         raise self._failure
 
-    def _read_ahead(self, first_sample: int) -> None:
+    def _read_ahead(self, first_sample: int, steps: int) -> None:
         while not self._closing.is_set():
-            item = self._build(first_sample)
+            item = self._build(first_sample, steps)
             self._offer(item)
             if isinstance(item, Exception):
                 return
-            first_sample += self._sizes.at(first_sample)
+            first_sample, steps = first_sample + self._sizes.at(first_sample), steps + 1
 
-    def _read(self, first_sample: int) -> StepBatch:
-        size = self._sizes.at(first_sample)
-        return build_step_batch(self._source, first_sample, replace(self._layout, global_batch_size=size))
+    def _read(self, first_sample: int, steps: int) -> StepBatch:
+        size, length = self._sizes.at(first_sample), None if self._lengths is None else self._lengths.at(steps)
+        layout = replace(self._layout, global_batch_size=size, length=length)
+        return build_step_batch(self._source, first_sample, layout)
 
-    def _build(self, first_sample: int) -> StepBatch | Exception:
+    def _build(self, first_sample: int, steps: int) -> StepBatch | Exception:
         try:
-            return self._read(first_sample)
+            return self._read(first_sample, steps)
         except Exception as error:  # raised to the caller of `next`, of whatever kind
             return error
 

@@ -131,6 +131,11 @@ class DeepSpeedEngine:
         if optimizer is not None:
             vars(optimizer).update(cur_scale=scale, loss_scale=scale, overflow=overflow)
 
+    @property
+    def curriculum_seqlen(self) -> int | None:
+        """The tokens to which the curriculum cuts the rows of the step in progress; None without a curriculum."""
+        return self.core.curriculum_seqlen
+
     # --- settings -----------------------------------------------------------------------------------------------------
 
     def zero_optimization_stage(self) -> int:
@@ -160,6 +165,15 @@ class DeepSpeedEngine:
     def torch_autocast_enabled(self) -> bool:
         """Return True if forwards run under torch.autocast."""
         return self.core.config.autocast is not None
+
+    def curriculum_enabled_legacy(self) -> bool:
+        """Return True if the configuration has a curriculum by sequence length, in either of its sections."""
+        return self.core.curriculum_seqlen is not None
+
+    def curriculum_params_legacy(self) -> Mapping[str, Any] | bool:
+        """Return the configuration's section `curriculum_learning` as it was given; False without it."""
+        section = self.config.get("curriculum_learning", False)
+        return dict(section) if isinstance(section, Mapping) else False
 
     def gradient_clipping(self) -> float:
         """Return the largest norm of gradients, 0 for no limit."""

@@ -47,6 +47,7 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "cpu-optimizer": Shorthand("offload_optimizer", "cpu"),
         "grad-reduce-in-bf16": Shorthand("accumulate_allreduce_grads_in_fp32", "false"),
         "use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
+        "data-efficiency-curriculum-learning": Shorthand("curriculum_learning", "true"),
         "no-position-embedding": Shorthand("position_embedding_type", "none", gives_way_to=("rope", "alibi")),
     }
 )
@@ -91,6 +92,9 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "normalization": MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}),
     }
 )
+
+# {flag with a value: the shorthand that the two are}
+NAMED: Mapping[tuple[str, str], str] = MappingProxyType({("glu-activation", "swiglu"): "swiglu"})
 
 # {other name of a type of tokenizer: megazero's}
 TOKENIZERS: Mapping[str, str] = MappingProxyType(
@@ -329,8 +333,9 @@ REFUSED: Mapping[str, str] = _rows(
     (
         (
             _MODEL,
-            "apply-residual-connection-post-layernorm glu-activation mup mup-input-mult mup-attn-mult mup-output-mult",
+            "apply-residual-connection-post-layernorm mup mup-input-mult mup-attn-mult mup-output-mult",
         ),
+        ("of gated activations there is SwiGLU, and --glu-activation swiglu is --swiglu", "glu-activation"),
         ("rotary positions turn pairs of elements that are half of the rotated width apart", "rotary-interleaved"),
         (
             "of activations only the checkpoints of full recomputation go to host memory; give --checkpoint-in-cpu",

@@ -1,11 +1,11 @@
 """The configuration of the library, with which `megazero.initialize(model, config)` trains one model.
 
-It has two forms.  megazero's own has the sections `zero`, `precision`, `activations`, `limits`, `optimizer` and
-`scheduler`, whose names and defaults are those of the dataclasses; DeepSpeed's is a published DeepSpeed configuration
-(megazero/dialects/deepspeed).  Both may be a mapping, a JSON file or a YAML file; `load_engine_config` takes any of
-them and returns an `EngineConfig` that has been checked.  A configuration with only keys that both forms have (the
-optimizer's, the batch's) is read as DeepSpeed's.  The number of processes is still unknown then: `resolve_batch`
-computes the batch's sizes from it.
+It has two forms.  megazero's own has the sections `zero`, `precision`, `activations`, `limits`, `curriculum`,
+`optimizer` and `scheduler`, whose names and defaults are those of the dataclasses; DeepSpeed's is a published DeepSpeed
+configuration (megazero/dialects/deepspeed).  Both may be a mapping, a JSON file or a YAML file; `load_engine_config`
+takes any of them and returns an `EngineConfig` that has been checked.  A configuration with only keys that both forms
+have (the optimizer's, the batch's) is read as DeepSpeed's.  The number of processes is still unknown then:
+`resolve_batch` computes the batch's sizes from it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +26,7 @@ from megazero.config.choices import (
     choose_param_groups,
     choose_scheduler,
 )
+from megazero.config.curriculum import CurriculumConfig, read_curriculum
 from megazero.config.engine_sections import (
     SETTINGS,
     ActivationConfig,
@@ -65,7 +66,9 @@ __all__ = [
 ]
 
 _Count = Annotated[int, Field(ge=1)]
-_Section = TypeVar("_Section", bound=ZeroConfig | PrecisionConfig | ActivationConfig | LimitConfig | ReportConfig)
+_Section = TypeVar(
+    "_Section", bound=ZeroConfig | PrecisionConfig | ActivationConfig | LimitConfig | ReportConfig | CurriculumConfig
+)
 
 # Keys that both forms have, besides the optimizer and the scheduler.
 _PLAIN = (
@@ -92,7 +95,7 @@ _DECOUPLED = by_name(
 _GROUPS = parameter("param_groups", "list", (), optional=True)
 # {key of megazero's form: DeepSpeed's}
 _RENAMED = MappingProxyType({"buffer_dtype": "data_types.buffer_dtype"})
-_SECTIONS = ("zero", "precision", "activations", "reports")
+_SECTIONS = ("zero", "precision", "activations", "reports", "curriculum")
 _OWN_SECTIONS = (*_SECTIONS, "limits")  # the sections of megazero's own form, besides those that both forms have
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
@@ -118,6 +121,7 @@ class EngineConfig:
     origin: USER, or FOREIGN where a DeepSpeed configuration has set the settings.
     limits: how long processes wait for each other; for programs whose processes `initialize` joins.
     reports: what is reported about the steps, every `steps_per_print` of them.
+    curriculum: the length to which the program, or its model, cuts the rows of a step (`engine.curriculum_seqlen`).
     """
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -140,6 +144,7 @@ class EngineConfig:
     limits: LimitConfig = field(default_factory=LimitConfig)
     reports: ReportConfig = field(default_factory=ReportConfig)
     steps_per_print: _Count = 10
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
     @property
     def scales_loss(self) -> bool:
@@ -258,6 +263,7 @@ def _from_deepspeed(file: ParsedFile) -> EngineConfig:
         origin=Origin.FOREIGN,
         update_unused_parameters=True,
         reports=parts.reports,
+        curriculum=parts.curriculum,
         **plain,
     )
 
@@ -282,12 +288,13 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     activations = _section(ActivationConfig, location.key("activations"), content.get("activations"), diagnostics)
     limits = _section(LimitConfig, location.key("limits"), content.get("limits"), diagnostics)
     reports = _section(ReportConfig, location.key("reports"), content.get("reports"), diagnostics)
+    curriculum = _section(CurriculumConfig, location.key("curriculum"), content.get("curriculum"), diagnostics)
     sections_are_valid = not diagnostics.problems
     optimizer = _optimizer(location.key("optimizer"), content.get("optimizer"), diagnostics)
     lr = None if optimizer is None else optimizer.lr
     scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, lr)
     plain = _values(infos, location, {name: content[name] for name in infos if name in content}, diagnostics)
-    parts = EngineParts(zero, precision, activations, optimizer, scheduler, plain.get("autocast"), reports)
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler, plain.get("autocast"), reports, curriculum)
     diagnostics.problems.extend(_problems(parts, location))
     diagnostics.problems.extend(_autocast_problems(plain.get("autocast"), precision, location.key("autocast")))
     if sections_are_valid:  # else defaults stand in for invalid values
@@ -302,6 +309,7 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
         notices=tuple(diagnostics.notices),
         limits=limits,
         reports=reports,
+        curriculum=curriculum,
         **plain,
     )
 
@@ -383,6 +391,10 @@ def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
             yield replace(problem, given=f"{location}: {problem.given}")
     yield from _undecidable(parts.activations, location)
     yield from _decoupled_problems(parts.optimizer, parts.scheduler, location)
+    if parts.curriculum.curriculum_learning:
+        found = read_curriculum(parts.curriculum, None, lambda name: f"curriculum.{name}:")
+        if isinstance(found, Problem):
+            yield replace(found, given=f"{location}: {found.given}")
 
 
 def _decoupled_problems(
@@ -474,7 +486,14 @@ def _checked(config: EngineConfig) -> EngineConfig:
         others = ("unit", "tokens_per_sample", "weight_decay", "decoupled_min_lr")
         scheduler = chosen_schedule and replace(chosen_schedule, **{name: getattr(scheduler, name) for name in others})
     parts = EngineParts(
-        config.zero, config.precision, config.activations, optimizer, scheduler, config.autocast, config.reports
+        config.zero,
+        config.precision,
+        config.activations,
+        optimizer,
+        scheduler,
+        config.autocast,
+        config.reports,
+        config.curriculum,
     )
     diagnostics.problems.extend(_problems(parts, location))
     diagnostics.problems.extend(_autocast_problems(config.autocast, config.precision, location.key("autocast")))

@@ -10,6 +10,7 @@ Attributes that the engine does not have are the model's: `engine.my_method()`. 
 stop and resume the training; `save_16bit_model` and `save_fp32_model` write the weights alone.
 """
 
+import inspect
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,7 @@ from megazero.checkpoint.retention import Retention
 from megazero.checkpoint.state import TrainState
 from megazero.comm.mesh import Mesh
 from megazero.config.batch import BatchSizes
+from megazero.config.curriculum import row_lengths_of
 from megazero.errors import Problem, TrainingError, UsageError, raise_problems
 from megazero.library.config import EngineConfig
 from megazero.library.module.buffers import ModuleBuffers
@@ -48,6 +50,7 @@ from megazero.zero.plan import DTYPES
 from megazero.zero.statistics import EVERY_STATISTIC, read_statistics, take_statistics
 
 WEIGHTS_FILE = "model.safetensors"
+LENGTH_ARGUMENT = "curriculum_seqlen"
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ class DataParallelEngine:
         self._times = StepTimes(components.mesh)
         self._reports = StepReports(components.config, components.mesh, components.timers)
         self._optimizer_state, self._checkpoints = components.optimizer_state, components.checkpoints
+        self._row_lengths = row_lengths_of(components.config.curriculum)
+        self._gives_length = self._row_lengths is not None and takes_length(module)
         self._last: StepOutcome | None = None
         # A GPU's are read one step late, when its host no longer waits for them.
         self._stops: deque[HostCopy] = deque(maxlen=1 if components.mesh.device.type == "cpu" else 2)
@@ -108,6 +113,8 @@ class DataParallelEngine:
         self._buffers.before_forward()
         self._records.begin_forward(self._passes.count, trains=torch.is_grad_enabled())
         try:
+            if self._gives_length and self.module.training:
+                options.setdefault(LENGTH_ARGUMENT, self.curriculum_seqlen)
             with self._timers.measure("forward-compute"), recomputing(self._recomputation), self._autocast():
                 output = self.module(*inputs, **options)
         except Exception:
@@ -120,6 +127,14 @@ class DataParallelEngine:
         return output
 
     forward = __call__
+
+    @property
+    def curriculum_seqlen(self) -> int | None:
+        """The tokens to which the curriculum cuts the rows of the step in progress; None without a curriculum.
+
+        In training the module's forward is given it as `curriculum_seqlen`, if it takes that.
+        """
+        return None if self._row_lengths is None else self._row_lengths.at(self.global_steps)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the configuration's `autocast` lets a forward compute; an empty one without.
@@ -500,6 +515,12 @@ class DataParallelEngine:
         if name == "module":  # __init__ has not set it yet
             raise AttributeError(name)
         return getattr(self.module, name)
+
+
+def takes_length(module: nn.Module) -> bool:
+    """Return True if the module's forward takes an argument `curriculum_seqlen`, by its name or as any other."""
+    parameters = inspect.signature(module.forward).parameters
+    return LENGTH_ARGUMENT in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _multiplied(loss: Tensor, factor: float) -> Tensor:

@@ -25,7 +25,7 @@ from megazero.library.config import (
     without_optimizer,
     without_schedule,
 )
-from megazero.library.engine import DataParallelEngine, EngineComponents
+from megazero.library.engine import LENGTH_ARGUMENT, DataParallelEngine, EngineComponents, takes_length
 from megazero.library.module.leaf_modules import choose_leaves
 from megazero.library.module.prepare import prepare
 from megazero.library.module.units import choose_units
@@ -86,7 +86,11 @@ def initialize(
     check_groups(wires, mesh.axis("dp"), mesh.device)
     mesh = divided(mesh, settings.zero, buffers, settings.limits)
     batch = resolve_batch(settings, mesh.axis("dp").size)
-    _warn(settings, batch, mesh, [*use_tf32(settings.precision, mesh.device, given="precision.tf32")])
+    notices = [*use_tf32(settings.precision, mesh.device, given="precision.tf32")]
+    if settings.curriculum.curriculum_learning and not takes_length(model):
+        given = f"{type(model).__name__}.forward takes no {LENGTH_ARGUMENT}"
+        notices.append(f"curriculum: {given}: the program cuts its rows to engine.{LENGTH_ARGUMENT} tokens")
+    _warn(settings, batch, mesh, notices)
     # Gradients that autocast makes in fp16 may overflow, whatever the format of their parameters.
     skips = settings.scales_loss or settings.precision.check_grad_overflow
     plan = replace(resolve(settings.zero, settings.precision), skips_not_finite=skips)
@@ -190,13 +194,13 @@ def _problems_of_wide_parameters(model: nn.Module, plan: ZeroPlan) -> Iterator[P
         yield Problem(given, rule, "bf16_optimizer_states: false, bf16_master_weights_and_grads: false")
 
 
-def _warn(config: EngineConfig, batch: BatchSizes, mesh: Mesh, products: Sequence[str]) -> None:
+def _warn(config: EngineConfig, batch: BatchSizes, mesh: Mesh, notices: Sequence[str]) -> None:
     """Warn of settings without effect, and report what automatic keys became, once per job.
 
-    products: notices on the precision of products.
+    notices: what else there is to tell.
     """
     sums = config.gradient_allreduce_op == "sum"
     alone = moot.on_one_process(config, sums=sums) if mesh.axis("dp").size == 1 else ()
     if mesh.world.rank == 0:
-        for notice in (*config.notices, *alone, *automatic_sizes(config, batch), *products):
+        for notice in (*config.notices, *alone, *automatic_sizes(config, batch), *notices):
             warnings.warn(notice, stacklevel=3)

@@ -70,19 +70,25 @@ def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]
         yield block, "add"
 
 
-def is_compiled(choice: str, device: torch.device, *, keeps_ledger: bool = False) -> bool:
-    """Return True if --compile compiles: "on" and "max" do, "auto" on GPUs with a compiler and without a ledger."""
-    can_compile = device.type == "cuda" and not keeps_ledger and not lacking(device)
+def is_compiled(choice: str, device: torch.device, *, keeps_ledger: bool = False, cuts_rows: bool = False) -> bool:
+    """Return True if --compile compiles: "on" and "max" do; "auto" on GPUs that have a compiler, unless told not to."""
+    can_compile = device.type == "cuda" and not (keeps_ledger or cuts_rows or lacking(device))
     return choice in ("on", "max") or (choice == "auto" and can_compile)
 
 
-def check_compiler(choice: str, device: torch.device, *, keeps_ledger: bool = False) -> Iterator[str]:
+def check_compiler(
+    choice: str, device: torch.device, *, keeps_ledger: bool = False, cuts_rows: bool = False
+) -> Iterator[str]:
     """Yield notices for the user before the run begins; raises ConfigError where compilation is impossible."""
     if keeps_ledger:
         if choice in ("on", "max"):
             raise ConfigError(compiled_under_ledger("a kept ledger", choice))
         if choice == "auto" and device.type == "cuda":
             yield "blocks are not compiled, which costs time and memory: the ledger watches single operations"
+        return
+    if cuts_rows:
+        if choice == "auto" and device.type == "cuda":
+            yield "blocks are not compiled, which costs time and memory: a curriculum has rows of many lengths"
         return
     missing = lacking(device)
     if choice in ("on", "max") and missing:

@@ -359,7 +359,7 @@ class LearningRate:
     warmup_steps: length of the warm-up; a fraction of the decay gives a number that need not be whole.
     decay_steps: the step at which the minimum is reached, the warm-up included.
     params: all parameters of LRRangeTest or OneCycle, peak and minimum among them; their shapes need no other field.
-    unit: "steps", or "samples" if all lengths are samples, and rates depend on the samples of the updates so far.
+    unit: "steps"; or "samples" or "tokens" if all lengths are these, and rates depend on those of the updates so far.
     fall_steps, fall_style: the length and the shape of WSD's fall, which ends with the decay.
     weight_decay: "start", "end", "style" and "length" of an increase; empty if weight decay is constant.
     decoupled: "peak" and "minimum" of the word embedding's and the head's rate; empty if it is that of the others.
@@ -406,9 +406,9 @@ class LearningRate:
             decoupled=_decoupled(config),
         )
 
-    def progress(self, updates: int, samples: int) -> int:
-        """Return the progress of which rates are functions: updates made so far, or the samples in them."""
-        return samples if self.unit == "samples" else updates
+    def progress(self, updates: int, samples: int, tokens: int = 0) -> int:
+        """Return the progress of which rates are functions: updates made so far, or the samples or tokens in them."""
+        return {"steps": updates, "samples": samples, "tokens": tokens}[self.unit]
 
     def at(self, updates: int) -> float:
         """Return the rate of the step that follows `updates` finished ones; of samples, if the unit is that."""
@@ -574,7 +574,7 @@ def _decoupled(config: OptimizerConfig) -> dict[str, float]:
 
 def _flag(rate: LearningRate, name: str) -> str:
     """Return the flag of a field, as it is spelled for the unit of the lengths."""
-    return _FLAGS[name].replace("-iters", "-samples") if rate.unit == "samples" else _FLAGS[name]
+    return _FLAGS[name] if rate.unit == "steps" else _FLAGS[name].replace("-iters", f"-{rate.unit}")
 
 
 def _from_json(saved: Mapping[str, Any]) -> LearningRate:

@@ -10,7 +10,7 @@ the head and counts once; looking a row up costs nothing, nor do positions, bias
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megazero.config import derived
@@ -51,6 +51,7 @@ class StepMetrics:
     data_wait_seconds: the time that this process waited for its batch.
     statistics: figures of weights, moments and gradients by name (`megazero.zero.statistics`), where they were taken.
     pipeline_idle_share: the idle part of the pipeline stages' time in a step that was traced, 0 to 1; else None.
+    seq_length: the tokens of the step's rows, which a curriculum cuts; None where they are not told.
     """
 
     iteration: int
@@ -71,6 +72,7 @@ class StepMetrics:
     data_wait_seconds: float = 0.0
     statistics: Mapping[str, float] = field(default_factory=dict)
     part_times: PartTimes | None = None
+    seq_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,12 @@ def matmul_parameters(config: ModelConfig, *, vocab_size: int) -> int:
 
 def flops_per_token(config: ModelConfig, *, vocab_size: int) -> int:
     """Return the model FLOPs of one token's forward and backward: 6 Psi + 12 L s a d."""
-    heads_width = config.num_attention_heads * derived.head_width(config)
-    attention = 12 * config.num_layers * config.seq_length * heads_width
-    return 6 * matmul_parameters(config, vocab_size=vocab_size) + attention
+    return 6 * matmul_parameters(config, vocab_size=vocab_size) + config.seq_length * attention_flops(config)
+
+
+def attention_flops(config: ModelConfig) -> int:
+    """Return the model FLOPs of a token's attention for each token of its row, 12 L a d."""
+    return 12 * config.num_layers * config.num_attention_heads * derived.head_width(config)
 
 
 def peak_tflops(device_name: str, *, precision: str) -> float | None:
@@ -170,11 +175,22 @@ def peak_tflops(device_name: str, *, precision: str) -> float | None:
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed of a run of `world_size` processes, each with a device of `device_peak_tflops` (None: not known)."""
+    """The speed of a run of `world_size` processes, each with a device of `device_peak_tflops` (None: not known).
+
+    flops_per_token: of rows of `seq_length` tokens.  attention_flops: those of a token for each token of its row.
+    """
 
     flops_per_token: int
     world_size: int
     device_peak_tflops: float | None = None
+    seq_length: int = 0
+    attention_flops: int = 0
+
+    def of_length(self, length: int) -> "Rates":
+        """Return the rates of a step whose rows have `length` tokens."""
+        fewer = self.seq_length - length
+        flops = self.flops_per_token - fewer * self.attention_flops
+        return replace(self, flops_per_token=flops, seq_length=length) if fewer else self
 
     def tokens_per_second(self, num_tokens: int, *, seconds: float) -> float:
         """Return the tokens per second of the whole run; 0 when no time has passed."""

@@ -119,6 +119,8 @@ def step_record(metrics: StepMetrics) -> dict[str, Any]:
         "tflops_per_device": metrics.tflops_per_device,
         "data_wait_seconds": metrics.data_wait_seconds,
     }
+    if metrics.seq_length is not None:
+        record["seq_length"] = metrics.seq_length
     if metrics.overflow_parameter:
         record["overflow_parameter"] = metrics.overflow_parameter
     if metrics.pipeline_idle_share is not None:

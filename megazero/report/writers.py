@@ -133,6 +133,7 @@ def _interval_fields(interval: IntervalMetrics, train_iters: int, train_samples:
         f"tokens/s: {interval.tokens_per_second:.0f}",
         f"learning rate: {last.lr:.6E}",
         f"global batch size: {last.global_batch_size}",
+        *([] if last.seq_length is None else [f"sequence length: {last.seq_length}"]),
         f"lm loss: {'-' if interval.loss is None else f'{interval.loss:.6E}'}",
         f"loss scale: {last.loss_scale:.1f}",
         f"grad norm: {last.grad_norm:.3f}",
@@ -259,6 +260,8 @@ def _training_scalars(metrics: StepMetrics, world_size: int) -> dict[str, float]
         "optimizer/grad-norm": metrics.grad_norm,
         "speed/world-size": world_size,
     }
+    if metrics.seq_length is not None:
+        scalars["optimizer/sequence-length"] = metrics.seq_length
     return scalars if metrics.skipped else scalars | {"loss/train": metrics.loss}
 
 

@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from megazero.config import derived
 from megazero.config.choices import OptimizerChoice, SchedulerChoice, changed_params
 from megazero.config.corpora import corpus_words
+from megazero.config.curriculum import DISCRETE, CurriculumConfig
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ReportConfig, ZeroConfig
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
 from megazero.config.origin import Origin
@@ -42,6 +43,8 @@ class SharedSections(Protocol):
     def activations(self) -> ActivationConfig: ...
     @property
     def reports(self) -> ReportConfig: ...
+    @property
+    def curriculum(self) -> CurriculumConfig: ...
 
 
 class LibrarySections(SharedSections, Protocol):
@@ -146,6 +149,29 @@ FP16_ONLY: tuple[Row[SharedSections], ...] = (
 
 SHARED: tuple[Row[SharedSections], ...] = (
     *FP16_ONLY,
+    Row(
+        (
+            *("curriculum_schedule", "curriculum_min_seqlen", "curriculum_max_seqlen", "curriculum_steps"),
+            *("curriculum_seqlen_step", "curriculum_root_degree", "curriculum_seqlens", "curriculum_last_steps"),
+        ),
+        lambda s: "" if s.curriculum.curriculum_learning else "no rows are cut",
+        {"curriculum_learning": True},
+    ),
+    Row(
+        ("curriculum_root_degree",),
+        lambda s: "" if s.curriculum.curriculum_schedule == "fixed_root" else "the length does not grow along a root",
+        {"curriculum_schedule": "fixed_root"},
+    ),
+    Row(
+        ("curriculum_steps", "curriculum_seqlen_step"),
+        lambda s: "the lengths are listed" if s.curriculum.curriculum_schedule == DISCRETE else "",
+        {"curriculum_schedule": "fixed_linear"},
+    ),
+    Row(
+        ("curriculum_seqlens", "curriculum_last_steps"),
+        lambda s: "" if s.curriculum.curriculum_schedule == DISCRETE else "the length grows by a formula",
+        {"curriculum_schedule": DISCRETE},
+    ),
     Row(
         ("wandb_exp_name", "wandb_entity", "wandb_group", "wandb_save_dir"),
         lambda s: "" if s.reports.wandb_project is not None else "nothing is written to Weights & Biases",

@@ -22,6 +22,7 @@ from megazero.rules import files as file_rules
 from megazero.rules import float8 as float8_rules
 from megazero.rules import pipeline as pipeline_rules
 from megazero.rules.adapters import ADAPTER_RULES
+from megazero.rules.curriculum import CURRICULUM_RULES
 from megazero.rules.optimizer import choose_for_run, sweep_for_run
 from megazero.rules.states import STATE_RULES, StateRule, late_updates_need_no_norms, shard_groups_are_equal
 from megazero.units import counted
@@ -383,7 +384,7 @@ def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem
 def length_is_a_step(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if world_size % derived.model_parallel_size(config):
         return
-    batch, length = derived.step_sizes(config, world_size).at(0), config.model.seq_length
+    batch, length = derived.step_sizes(config, world_size).at(0), derived.row_lengths(config).at(0)
     samples, tokens = config.training.train_samples, config.training.train_tokens
     if samples is not None and samples < batch:
         yield Problem(
@@ -393,10 +394,15 @@ def length_is_a_step(config: RunConfig, world_size: int) -> Iterator[Problem]:
         )
     if tokens is not None and tokens // length < batch:
         yield Problem(
-            f"--train-tokens {tokens}, which at --seq-length {length} are {_samples(tokens, length)}",
+            f"--train-tokens {tokens}, which at {_length_of_rows(config, length)} are {_samples(tokens, length)}",
             f"a run has at least one step, and a step has {batch} samples",
             f"--train-tokens {batch * length}",
         )
+
+
+def _length_of_rows(config: RunConfig, length: int) -> str:
+    """Return the first steps' length of rows, as a message shows it."""
+    return f"--seq-length {length}" if length == config.model.seq_length else f"{length} tokens a row"
 
 
 def _samples(tokens: int, seq_length: int) -> str:
@@ -470,12 +476,13 @@ def warmup_ends_before_decay(config: RunConfig, world_size: int) -> Iterator[Pro
         if (value := getattr(optimizer, f"lr_{part}_{unit}"))
     }
     given = " ".join(words)
+    unit = lengths.unit
     yield Problem(
-        f"{given}: a warm-up of {lengths.warmup:,.12g} samples in a decay of {lengths.decay:,.12g}"
-        + f", at --seq-length {config.model.seq_length}" * any(words.values()),
+        f"{given}: a warm-up of {lengths.warmup:,.12g} {unit} in a decay of {lengths.decay:,.12g}"
+        + f", at --seq-length {config.model.seq_length}" * (unit == "samples" and any(words.values())),
         "warm-up ends before the decay does",
-        f"--lr-warmup-samples {max(math.ceil(lengths.decay) - 1, 0)}, "
-        f"--lr-decay-samples {math.floor(lengths.warmup) + 1}",
+        f"--lr-warmup-{unit} {max(math.ceil(lengths.decay) - 1, 0)}, "
+        f"--lr-decay-{unit} {math.floor(lengths.warmup) + 1}",
     )
 
 
@@ -634,6 +641,7 @@ RULES: tuple[Rule, ...] = (
     *activation_rules.RULES,
     *float8_rules.RULES,
     *ADAPTER_RULES,
+    *CURRICULUM_RULES,
     *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,
     file_rules.no_kill_switch_is_there,

@@ -173,7 +173,12 @@ def build_components(
     compiled unless --compile on demands it, which raises ConfigError.
     """
     ledger = ledger or NullLedger()
-    compiles = is_compiled(config.training.compile, mesh.device, keeps_ledger=ledger.is_kept)
+    compiles = is_compiled(
+        config.training.compile,
+        mesh.device,
+        keeps_ledger=ledger.is_kept,
+        cuts_rows=config.curriculum.curriculum_learning,
+    )
     if compiles and ledger.is_kept:
         raise ConfigError(compiled_under_ledger("a kept ledger", config.training.compile))
     attention = choose_for_run(config, mesh.device, mesh.world)
@@ -486,6 +491,9 @@ def _assemble_on(
     sizes = derived.step_sizes(config, launch.world_size)
     if len(sizes.sizes) > 1:
         console.line(f"global batch size: {sizes}")
+    rows = derived.row_lengths(config)
+    if rows.varies:
+        console.line(f"curriculum: rows of {rows} tokens")
     scaler = LossScaler.from_config(config.precision)
     schedule = LearningRate.from_config(config.optimizer, derived.run_length(config, launch.world_size))
     resumed = _resume(config, components, schedule, scaler, console)
@@ -512,8 +520,10 @@ def _assemble_on(
             placed.samples,
             layout,
             start_sample=resumed.state.consumed_samples,
+            start_step=resumed.state.iteration,
             prefetch=config.data.num_workers,
             sizes=sizes,
+            lengths=rows if rows.varies else None,
         ),
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, last),
@@ -662,7 +672,11 @@ def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict
 
 def _last_iteration(config: RunConfig, state: TrainState, world_size: int) -> int:
     """Return the iteration at which the run ends, from the progress that it continues from."""
-    progress = {"iteration": state.iteration, "consumed_samples": state.consumed_samples}
+    progress = {
+        "iteration": state.iteration,
+        "consumed_samples": state.consumed_samples,
+        "consumed_tokens": state.consumed_tokens,
+    }
     return derived.last_iteration(config, world_size, **progress)
 
 

@@ -68,7 +68,8 @@ class Timetable:
 class Reporting:
     """The writers of figures, and the constants that turn counts into rates.
 
-    gathers_ranks: True if a writer needs every rank's figures, at log intervals.
+    gathers_ranks: True if a writer needs every rank's figures, at log intervals.  cuts_rows: True if steps have rows of
+    different lengths, which are told.
     statistics: those taken every log_interval steps, and of the first and the last step.
     opening, closing: lines on this rank's memory, printed before the first step and after the last.
     """
@@ -76,7 +77,7 @@ class Reporting:
     console: Console
     writers: Sequence[MetricsWriter]
     rates: Rates
-    tokens_per_sample: int
+    cuts_rows: bool
     gathers_ranks: bool
     memory: MemoryReport
     ledger: LedgerReport
@@ -229,7 +230,7 @@ class _Loop:
             batch = next(loader)
         waited = loader.waited_seconds - waited_before
         rates = self._run.learning_rate
-        progress = rates.progress(self._state.optimizer_steps, self._state.update_samples)
+        progress = rates.progress(self._state.optimizer_steps, self._state.update_samples, self._state.update_tokens)
         lr = rates.at(progress)
         scale = self._state.loss_scale.scale
         meter.reset()
@@ -248,7 +249,7 @@ class _Loop:
         skipped = bool(report.skipped.item()) if self._context.checks_overflow else False
         self._state.loss_scale = self._run.scaler.after_step(self._state.loss_scale, overflow=skipped)
         num_samples = loader.consumed_samples - self._state.consumed_samples
-        self._state.advance(num_samples=num_samples, skipped=skipped)
+        self._state.advance(num_samples=num_samples, skipped=skipped, num_tokens=num_samples * batch.seq_length)
         ledger = self._run.reporting.ledger.end_step(self._state.iteration)
         memory = self._run.reporting.memory.end_step(ledger)
         spans = self._run.reporting.pipeline.end_step()
@@ -326,9 +327,10 @@ class _Loop:
             self._check_health(metrics, pending.before, bad)
 
     def _metrics(self, pending: _PendingStep, loss: float, norm: float, overflow_parameter: str) -> StepMetrics:
-        rates = self._run.reporting.rates
+        length = pending.batch.seq_length
+        rates = self._run.reporting.rates.of_length(length)
         batch = pending.consumed_samples - pending.before.consumed_samples
-        num_tokens = batch * self._run.reporting.tokens_per_sample
+        num_tokens = batch * length
         seconds = pending.seconds
         return StepMetrics(
             iteration=pending.iteration,
@@ -347,6 +349,7 @@ class _Loop:
             timers=pending.timers.read(),
             pipeline_idle_share=self._run.reporting.pipeline.publish(pending.iteration, pending.spans),
             data_wait_seconds=pending.data_wait_seconds,
+            seq_length=length if self._run.reporting.cuts_rows else None,
         )
 
     def _rank_metrics(self, pending: _PendingStep) -> list[RankMetrics]:

@@ -39,7 +39,12 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         *use_deterministic_mode(config, device),
         *use_tf32(config.precision, device),
         *check_device(config.precision.fp8_format, device),
-        *check_compiler(config.training.compile, device, keeps_ledger=keeps_ledger),
+        *check_compiler(
+            config.training.compile,
+            device,
+            keeps_ledger=keeps_ledger,
+            cuts_rows=config.curriculum.curriculum_learning,
+        ),
     )
     for notice in notices:
         Console(launch.rank).line(notice)

@@ -20,7 +20,7 @@ from megazero.report.device_memory import MemoryReport
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.memory_history import MemoryHistory, snapshot_of
 from megazero.report.memory_report import closing_lines, opening_line
-from megazero.report.metrics import Rates, flops_per_token, peak_tflops
+from megazero.report.metrics import Rates, attention_flops, flops_per_token, peak_tflops
 from megazero.report.offload_price import offload_lines
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.step_profile import StepProfile
@@ -170,8 +170,14 @@ def make_reporting(
     return Reporting(
         console=console,
         writers=writers,
-        rates=Rates(flops, world_size, peak_tflops(name, precision=config.precision.precision)),
-        tokens_per_sample=config.model.seq_length,
+        rates=Rates(
+            flops,
+            world_size,
+            peak_tflops(name, precision=config.precision.precision),
+            config.model.seq_length,
+            attention_flops(config.model),
+        ),
+        cuts_rows=derived.row_lengths(config).varies,
         gathers_ranks=gathers_ranks,
         memory=memory,
         ledger=ledger,

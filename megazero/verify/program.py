@@ -33,7 +33,8 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
     device = choose_device(parallel.device, launch)
     check_attention(config.training.attention_backend, device)
     use_cpu_threads(parallel.cpu_threads, launch, device)
-    for notice in (*use_deterministic_mode(config, device), *check_compiler(config.training.compile, device)):
+    compiler = check_compiler(config.training.compile, device, cuts_rows=config.curriculum.curriculum_learning)
+    for notice in (*use_deterministic_mode(config, device), *compiler):
         Console(launch.rank).line(notice)
     joining = derived.join_limit_minutes(config.limits)
     store = join(

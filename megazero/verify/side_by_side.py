@@ -113,8 +113,9 @@ class _RunSide:
         core = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size)
         self._parts = step_context(config, core)
         sizes = derived.step_sizes(config, mesh.topology.world_size)
-        self._loader = BatchLoader(inputs.train, batch_layout(config, mesh, inputs.eod), prefetch=0, sizes=sizes)
-        self._rate, self._norm = rate, 0.0
+        layout, self._rows = batch_layout(config, mesh, inputs.eod), derived.row_lengths(config)
+        self._loader = BatchLoader(inputs.train, layout, prefetch=0, sizes=sizes, lengths=self._rows)
+        self._sizes, self._rate, self._norm = sizes, rate, 0.0
         self._engine = core.engine
         self._specs = {spec.name: spec for spec, _ in named_specs(core.model)}
         self.attention = core.attention.line
@@ -124,7 +125,8 @@ class _RunSide:
         return [(spec.name, spec.full_shape, "tp" in spec.sharded_axes) for spec in self._specs.values()]
 
     def train(self, number: int) -> float:
-        progress = self._rate.progress(number - 1, self._loader.consumed_samples)
+        tokens = self._rows.tokens_after(number - 1, self._sizes)
+        progress = self._rate.progress(number - 1, self._loader.consumed_samples, tokens)
         momentum, weight_decay = self._rate.momentum(progress), self._rate.weight_decay_at(progress)
         decoupled_lr = self._rate.decoupled_at(progress)
         controls = StepControls(self._rate.at(progress), 1.0, False, momentum, weight_decay, decoupled_lr)

@@ -12,15 +12,15 @@ from megazero.optim.loss_scaler import LossScale
 
 
 def state() -> TrainState:
-    return TrainState(LossScale(2.0**16, good_steps=7, hysteresis_left=1), 12, 96, 10, 80)
+    return TrainState(LossScale(2.0**16, good_steps=7, hysteresis_left=1), 12, 96, 10, 80, 768, 640)
 
 
 def test_steps_are_counted() -> None:
     counted = TrainState(LossScale(1.0))
     for skipped in (False, True, False):
-        counted.advance(num_samples=8, skipped=skipped)
+        counted.advance(num_samples=8, skipped=skipped, num_tokens=40)
     assert (counted.iteration, counted.consumed_samples, counted.optimizer_steps) == (3, 24, 2)
-    assert counted.update_samples == 16
+    assert (counted.update_samples, counted.consumed_tokens, counted.update_tokens) == (16, 120, 80)
 
 
 def test_what_is_saved() -> None:
@@ -29,6 +29,8 @@ def test_what_is_saved() -> None:
         "consumed_samples": 96,
         "optimizer_steps": 10,
         "update_samples": 80,
+        "consumed_tokens": 768,
+        "update_tokens": 640,
         "loss_scale": {"scale": 65536.0, "good_steps": 7, "hysteresis_left": 1, "skips_at_minimum": 0},
     }
 
@@ -61,6 +63,9 @@ def test_the_way_through_json() -> None:
         {"optimizer_steps": 2**61},
         {"optimizer_steps": 13},
         {"update_samples": 97},
+        {"update_tokens": 769},
+        {"consumed_tokens": -1},
+        {"update_tokens": None},
     ],
     ids=str,
 )
@@ -72,6 +77,12 @@ def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
 def test_an_earlier_checkpoint_counts_as_one_of_equal_steps() -> None:
     saved = state().to_json()
     del saved["update_samples"]
+    assert TrainState.from_json(saved, step=12) == state()
+
+
+def test_an_earlier_checkpoint_had_whole_rows() -> None:
+    saved = state().to_json() | {"seq_length": 8}
+    del saved["consumed_tokens"], saved["update_tokens"]
     assert TrainState.from_json(saved, step=12) == state()
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.token_files import count_up, write_corpus
 
+from megazero.config.curriculum import RowLengths
 from megazero.config.step_sizes import StepSizes
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.loader import BatchLayout, BatchLoader, build_step_batch
@@ -297,3 +298,23 @@ def test_the_mask_of_a_position_is_that_of_its_label() -> None:
     (piece,) = build_step_batch(Learnt(), 5, BatchLayout(2, 2, masked_token=7)).micro_batches
     assert piece.loss_mask is not None
     assert piece.loss_mask.tolist() == [[0, 1, 0], [1, 0, 1]], "neither after an input that does not count"
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_every_steps_rows_are_cut_to_its_length(prefetch: int) -> None:
+    """Samples, masks and positions are those of whole rows; a loader that goes on cuts as the first one did."""
+    lengths, layout = (
+        RowLengths((0, 1, 3), (1, 2, 3)),
+        BatchLayout(2, 2, masked_token=6, document_end=6, resets_positions=True),
+    )
+    whole = [build_step_batch(Learnt(), 2 * step, layout).micro_batches[0] for step in range(5)]
+    for start in (0, 2):
+        places = {"start_sample": 2 * start, "start_step": start}
+        with BatchLoader(Learnt(), layout, prefetch=prefetch, lengths=lengths, **places) as loader:
+            found = [next(loader) for _ in range(start, 5)]
+        assert [step.seq_length for step in found] == [1, 2, 2, 3, 3][start:]
+        for step, uncut in zip(found, whole[start:], strict=True):
+            (piece,), length = step.micro_batches, step.seq_length
+            assert piece.first_sample == uncut.first_sample
+            for name in ("tokens", "labels", "loss_mask", "positions"):
+                assert torch.equal(getattr(piece, name), getattr(uncut, name)[:, :length]), name

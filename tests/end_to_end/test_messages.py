@@ -176,11 +176,11 @@ ROWS: dict[str, Row] = {
         ("3 configuration errors", "--hidden-dropout 1.5", "less than 1", "--seed -1", "at least 0", "--lr 0"),
     ),
     "flags without a meaning here": Row(
-        {"--decoder-first-pipeline-num-layers": "1", "--glu-activation": "swiglu"},
+        {"--decoder-first-pipeline-num-layers": "1", "--glu-activation": "geglu"},
         (
             "--decoder-first-pipeline-num-layers",
             "--pipeline-split",
-            "--glu-activation swiglu",
+            "--glu-activation geglu",
             "--swiglu in place of --glu-activation",
         ),
     ),

@@ -83,9 +83,9 @@ def unread(outside: tuple[Source, ...], derived: Source) -> list[str]:
 
 # These packages declare, parse and check settings; they do not act on them.
 CONFIGURATION = ("config", "rules", "dialects", "command_line")
-# This file of a checking package does act on settings: it makes of them the optimizer that a run is built with.
-ACTING = "megazero/rules/optimizer.py"
-OUTSIDE = tuple(s for s in sources("megazero", *PROGRAMS) if s.package not in CONFIGURATION or s.name == ACTING)
+# These files of checking packages do act on settings: they make of them a run's optimizer, and its curriculum.
+ACTING = ("megazero/rules/optimizer.py", "megazero/config/curriculum.py")
+OUTSIDE = tuple(s for s in sources("megazero", *PROGRAMS) if s.package not in CONFIGURATION or s.name in ACTING)
 (DERIVED,) = sources("megazero/config/derived.py")
 
 

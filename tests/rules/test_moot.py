@@ -46,6 +46,12 @@ FULL: Settings = {"recompute_granularity": "full"}
 STATIC: Settings = {**FP16, "loss_scale": 8}
 LOADED: Settings = {"load": "ckpt"}
 OWN_CORPORA: Settings = {"mock_data": False, "train_data_path": ["a"], "valid_data_path": ["b"]}
+CUT: Settings = {"curriculum_learning": True}
+CURRICULUM: Settings = {**CUT, "curriculum_steps": 5}
+LISTED: Settings = {
+    **{"curriculum_schedule": "fixed_discrete", "curriculum_seqlens": ["8", "16"]},
+    "curriculum_last_steps": ["4"],
+}
 FIM: Settings = {"mock_data": False, "data_path": ["a"], "fim_data": True}
 GROUPS: Settings = {
     "mock_data": False,
@@ -366,6 +372,22 @@ RUN_CASES = (
             *((f"{sign}_token", "<x>") for sign in ("prefix", "middle", "suffix", "pad", "eod")),
         )
     ),
+    *(
+        Case(name, value, ERROR, {}, {**(CUT if schedule is LISTED else CURRICULUM), **schedule})
+        for name, value, schedule in (
+            ("curriculum_schedule", "fixed_root", {}),
+            ("curriculum_min_seqlen", 4, {}),
+            ("curriculum_max_seqlen", 8, {}),
+            ("curriculum_steps", 9, {}),
+            ("curriculum_seqlen_step", 4, {}),
+            ("curriculum_root_degree", 3, {"curriculum_schedule": "fixed_root"}),
+            ("curriculum_seqlens", ["8", "16"], LISTED),
+            ("curriculum_last_steps", ["5"], LISTED),
+        )
+    ),
+    Case("curriculum_root_degree", 3, ERROR, CURRICULUM, {**CURRICULUM, "curriculum_schedule": "fixed_root"}),
+    Case("curriculum_steps", 9, ERROR, {**CUT, **LISTED}, CURRICULUM),
+    Case("curriculum_seqlens", ["8", "16"], ERROR, CURRICULUM, {**CUT, **LISTED}),
     Case("fim_fragment_rate", 0.2, NOTICE, FIM, {**FIM, "fim_split_sample": "<f>"}),
     Case("num_query_groups", 2, NOTICE, {}, {"group_query_attention": True}),
     Case("add_qkv_bias", True, ERROR, {}, {"disable_bias_linear": True}),
@@ -396,7 +418,7 @@ train_weighted_split_paths valid_weighted_split_paths test_weighted_split_paths 
 data_path train_data_path valid_data_path test_data_path data_skip_samples mock_data tokenizer_type num_workers
 eod_mask_loss reset_attention_mask save load log_interval metrics_file tensorboard_dir
 ledger_limit pipeline_trace_dir log_params_norm log_num_zeros_in_grad check_for_nan_in_loss_and_grad timing_log_level
-wandb_project mlflow_experiment
+wandb_project mlflow_experiment curriculum_learning
 """
 EFFECTIVE = frozenset(_EFFECTIVE.split())
 # Settings that other rules refuse where they cannot take effect.

@@ -62,6 +62,30 @@ def test_a_valid_run_has_no_problem() -> None:
             "--seq-length 8, --max-position-embeddings 16",
         ),
         (
+            2,
+            {
+                **{"curriculum_learning": True, "curriculum_steps": 5, "curriculum_seqlen_step": 3},
+                **{"tensor_model_parallel_size": 2, "sequence_parallel": True, "micro_batch_size": 1},
+            },
+            "--curriculum-seqlen-step 3",
+            "--curriculum-seqlen-step 2, --curriculum-seqlen-step 4",
+        ),
+        (
+            1,
+            {"curriculum_learning": True, "curriculum_steps": 5, "compile": "on"},
+            "--compile on with --curriculum-learning",
+            "--compile auto, --compile off, or leave out --curriculum-learning",
+        ),
+        (
+            1,
+            {
+                **{"curriculum_learning": True, "curriculum_steps": 5},
+                **{"lr_decay_tokens": 100, "lr_warmup_samples": 2},
+            },
+            "--lr-decay-tokens and --lr-warmup-samples",
+            "all of them in tokens, or all in samples",
+        ),
+        (
             6,
             {"tensor_model_parallel_size": 4},
             "6 processes with --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1",

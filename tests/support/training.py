@@ -7,7 +7,7 @@ module of the standard library, as bytes) with the same global batches, so that 
 import argparse
 import inspect
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,7 +206,8 @@ def run_steps(
     sizes = derived.step_sizes(config, core.mesh.topology.world_size)
     rate = LearningRate.from_config(config.optimizer, RunLength(config.training.train_iters or 0, sizes))
     figures = []
-    with BatchLoader(inputs.train, batch_layout(config, core.mesh, inputs.eod), prefetch=0, sizes=sizes) as loader:
+    layout, rows = batch_layout(config, core.mesh, inputs.eod), derived.row_lengths(config)
+    with BatchLoader(inputs.train, layout, prefetch=0, sizes=sizes, lengths=rows) as loader:
         for _ in range(steps):
             core.mesh.meter.reset()
             progress = rate.progress(done, loader.consumed_samples)
@@ -253,10 +254,17 @@ def assemble(pieces: Iterable[Saved]) -> dict[str, Tensor]:
     return full
 
 
-def reference_history(prefix: str, steps: int = STEPS, *, late_from: int | None = None, **settings: Any) -> History:
+def reference_history(
+    prefix: str,
+    steps: int = STEPS,
+    *,
+    late_from: int | None = None,
+    cut: Callable[[int], int] | None = None,
+    **settings: Any,
+) -> History:
     """Train the plain single-process float64 reference on the same text, with `settings` over those of all cells.
 
-    late_from: as for `Recipe`.
+    late_from: as for `Recipe`.  cut: returns the tokens to which the rows of a step, counted from 0, are cut.
     """
     config = Cell(settings=settings).config(prefix)
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
@@ -273,7 +281,10 @@ def reference_history(prefix: str, steps: int = STEPS, *, late_from: int | None 
                 mask = torch.ones(tokens.shape).double() if mask is None else mask
                 mask[row] *= torch.from_numpy(found[1:] > 0)
         assert data.reset_position_ids == data.reset_attention_mask, "the twin knows documents, or none"
-        batches.append(Batch(tokens, batch[:, 1:], mask, inputs.eod if data.reset_attention_mask else None))
+        length = tokens.shape[1] if cut is None else cut(step)
+        mask = None if mask is None else mask[:, :length]
+        labels = batch[:, 1 : length + 1]
+        batches.append(Batch(tokens[:, :length], labels, mask, inputs.eod if data.reset_attention_mask else None))
     progress = sizes.samples_after if len(sizes.sizes) > 1 else int
     warmup, decay = progress(WARMUP), progress(SCHEDULE)
     recipe = Recipe(

@@ -179,7 +179,7 @@ def test_a_run_has_what_was_asked_for(tmp_path: Path) -> None:
     assert run.learning_rate == LearningRate(1e-2, 0.0, "constant", 2, 7)
     assert run.saver is not None and (run.saver.root, run.saver.with_optimizer) == (tmp_path / "save", False)
     reporting = run.reporting
-    assert (reporting.tokens_per_sample, reporting.gathers_ranks) == (8, True)
+    assert (reporting.rates.seq_length, reporting.cuts_rows, reporting.gathers_ranks) == (8, False, True)
     assert len(reporting.writers) == 3
     assert (run.state.iteration, run.state.consumed_samples, run.loader.consumed_samples) == (0, 0, 0)
 

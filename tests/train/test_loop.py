@@ -413,6 +413,33 @@ def test_a_growing_batch_goes_on_where_it_was_with_another_micro_batch(tmp_path:
     assert open_checkpoint(parts / "save").progress["update_samples"] == 26
 
 
+def test_rows_are_cut_as_the_schedule_says_and_a_run_goes_on_with_its_lengths_and_rates(tmp_path: Path) -> None:
+    """Rows of 2, 4, 6 and 8 tokens, 2 of them a step; the run, warm-up and decay are given in tokens."""
+    cut = {"curriculum_learning": True, "curriculum_min_seqlen": 2, "curriculum_seqlen_step": 2, "curriculum_steps": 5}
+    cut |= {"train_iters": None, "train_tokens": 75, "lr_decay_style": "linear", "log_interval": 1, "eval_iters": 1}
+    cut |= {"lr_warmup_tokens": 10, "lr_decay_tokens": 70}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    told = run(whole, **cut)
+    run(parts, **cut, exit_interval=3)
+    run(parts, **cut, load=str(parts / "save"))
+    lengths = [2, 4, 4, 6, 8, 8]  # floor(step / 5 x 6 + 2), down to an even number
+    tokens = [sum(2 * length for length in lengths[:step]) for step in range(7)]
+    assert told.reason == "finished 6 iterations" and tokens[6] <= 75 < tokens[6] + 16
+    assert (
+        "curriculum: rows of 2 from step 1 on, 4 from step 2 on, 6 from step 4 on, 8 from step 5 on tokens" in told.text
+    )
+    reports = [line for line in told.text.splitlines() if "| sequence length: " in line]
+    assert [int(line.split("| sequence length: ")[1].split()[0]) for line in reports] == lengths
+    rates = [done / 10 if done <= 10 else (70 - done) / 60 for done in tokens[:6]]
+    for folder in (whole, parts):
+        assert [line["seq_length"] for line in steps(folder)] == lengths
+        assert [line["consumed_samples"] for line in steps(folder)] == [2, 4, 6, 8, 10, 12]
+        assert [line["lr"] for line in steps(folder)] == pytest.approx([1e-2 * rate for rate in rates], rel=1e-12)
+    one, other = ([line["loss"] for line in lines(folder) if "loss" in line] for folder in (whole, parts))
+    assert one == pytest.approx(other, rel=1e-9)
+    assert open_checkpoint(parts / "save").progress["consumed_tokens"] == tokens[6]
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     run(tmp_path)
     before = (tmp_path / "m.jsonl").read_text()

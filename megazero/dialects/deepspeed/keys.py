@@ -3,15 +3,17 @@
 A key is a dotted path, `zero_optimization.stage`.  An *honoured* key has a value that megazero uses; its legal values
 and DeepSpeed's default are given here.  An *accepted* key would change nothing in megazero, and causes a one-line
 notice.  A *refused* key requests an effect that megazero doesn't have, unless its value turns the effect off.  A
-*switched* key is a section with a switch such as `enabled`, refused if one is true.  Keys of `optimizer.params` and
+*switched* key is a section with a switch such as `enabled`: its other keys are read if one is true and the section has
+any that are honoured, and it is refused then if it has none.  Keys of `optimizer.params` and
 `scheduler.params` depend on the type beside them; their tables are config/optimizers.py and config/schedules.py.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.curriculum import CurriculumConfig
 from megazero.config.engine_sections import SETTINGS, ActivationConfig, ZeroConfig
 from megazero.config.fields import FieldInfo
 
@@ -177,6 +179,41 @@ def _activation_keys() -> dict[str, FieldInfo]:
     return {path: fields[field] for field, path in ACTIVATION_KEYS.items()}
 
 
+# The two sections that may hold a curriculum by sequence length: an older one, and a metric of data_efficiency's.
+METRICS = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
+CURRICULA = ("curriculum_learning", f"{METRICS}.seqlen_truncate")
+# The switches of the second, all of which are on where it has an effect.
+EFFICIENCY_SWITCHES = tuple(
+    f"data_efficiency{part}.enabled" for part in ("", ".data_sampling", ".data_sampling.curriculum_learning")
+)
+# {setting of a curriculum: the key in its section}
+CURRICULUM_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "curriculum_min_seqlen": "min_difficulty",
+        "curriculum_max_seqlen": "max_difficulty",
+        "curriculum_schedule": "schedule_type",
+        "curriculum_steps": "schedule_config.total_curriculum_step",
+        "curriculum_seqlen_step": "schedule_config.difficulty_step",
+        "curriculum_root_degree": "schedule_config.root_degree",
+        "curriculum_seqlens": "schedule_config.difficulty",
+        "curriculum_last_steps": "schedule_config.max_step",
+    }
+)
+
+
+def _curriculum_keys() -> Iterator[FieldInfo]:
+    fields = {info.name: info for info in SETTINGS[CurriculumConfig]}
+    for place in CURRICULA:
+        for setting, path in CURRICULUM_KEYS.items():
+            section, _, name = f"{place}.{path}".rpartition(".")
+            yield replace(fields[setting], section=section, name=name, default=None, optional=True)
+    yield key("curriculum_learning.enabled", "bool", False)
+    yield key("curriculum_learning.curriculum_type", "str", None, choices=("seqlen",))
+    yield key(f"{CURRICULA[1]}.difficulty_type", "str", None, choices=("value",))
+    yield key(f"{CURRICULA[1]}.clustering_type", "str", None, choices=("single_cluster",))
+    yield from (key(path, "bool", False) for path in EFFICIENCY_SWITCHES)
+
+
 HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
     _zero_keys()
     | _activation_keys()
@@ -208,6 +245,11 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("bf16.bf16_optimizer_states", "bool", None),
             key("torch_autocast.enabled", "bool", False),
             key("torch_autocast.dtype", "str", "bf16", choices=AUTOCAST),
+            *_curriculum_keys(),
+            key("tensorboard.enabled", "bool", False),
+            key("tensorboard.output_path", "str", None),
+            key("tensorboard.job_name", "str", "DeepSpeedJobName"),
+            key("flops_profiler.enabled", "bool", False),
             key("fp16.enabled", "bool", False),
             key("fp16.loss_scale", "float", 0.0, ge=0),
             key("fp16.initial_scale_power", "int", 16, ge=0, le=127),
@@ -273,6 +315,15 @@ ACCEPTED: Mapping[str, str] = _paths(
         (_WHOLE_SEQUENCES, "", "seq_parallel_comm_data_type"),
         ("there are no experts", "", "use_data_before_expert_parallelism"),
         ("there is one implementation of each optimizer", "optimizer", "legacy_fusion"),
+        ("samples come in the run's own order", "data_efficiency", "seed"),
+        ("samples come in the program's order", "data_efficiency.data_sampling", "num_epochs num_workers pin_memory"),
+        ("nothing is clustered", "data_efficiency.data_sampling.curriculum_learning", "data_cluster_path"),
+        ("rows are cut wherever they come from", CURRICULA[1], "index_to_sample_path index_to_metric_path"),
+        (
+            "model FLOPs are counted for the model as a whole",
+            "flops_profiler",
+            "recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+        ),
         ("it chooses a kernel", "fp16", "fused_mode"),
         ("levels are apex's, and fp16.enabled alone chooses the format", "fp16", "opt_level"),
         (
@@ -391,7 +442,8 @@ def _switched(reason: str, names: str = "", legal: str = "") -> Switched:
     return Switched(reason, ("enabled", *names.split()) if names else (), legal)
 
 
-_CURRICULUM = "samples keep their length and order"
+_CURRICULUM = "samples keep their order, and every layer computes all tokens of a row"
+_CURRICULUM_SWITCH = "the curriculum is one by sequence length"
 _TRACKER = "reports go to the program's own writers"
 _COMPRESSION = "weights keep their values and number format"
 
@@ -414,8 +466,9 @@ SWITCHED: Mapping[str, Switched] = MappingProxyType(
         "autotuning": _switched("nothing is tuned; every size is given"),
         "elasticity": _switched("the batch does not change with the number of processes"),
         "amp": _switched("apex is not used; fp16.enabled and bf16.enabled set the precision"),
-        "curriculum_learning": _switched(_CURRICULUM),
-        "data_efficiency": _switched(_CURRICULUM),
+        "curriculum_learning": _switched(_CURRICULUM_SWITCH),
+        "data_efficiency": _switched(_CURRICULUM_SWITCH),
+        "data_efficiency.data_routing": _switched(_CURRICULUM),
         "progressive_layer_drop": _switched("every layer runs in every step", "theta gamma"),
         "compression_training": _switched(_COMPRESSION),
         "quantize_training": _switched(_COMPRESSION),

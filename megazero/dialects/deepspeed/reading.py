@@ -32,6 +32,7 @@ from megazero.dialects.deepspeed.keys import (
     ALIASES,
     HONOURED,
     KNOWN,
+    METRICS,
     PARAMS,
     REFUSED,
     SECTIONS,
@@ -166,7 +167,9 @@ def _walk(file: ParsedFile, location: Location, section: str, content: Mapping[s
         where = location.key(str(name))
         path = f"{section}.{name}" if section else str(name)
         path = ALIASES.get(path, path)
-        if path in SECTIONS or path in PARAMS:
+        if path in SWITCHED and not (path in SECTIONS and _is_on(value)):
+            _take_switched(file, where, path, value)
+        elif path in SECTIONS or path in PARAMS:
             _take_section(file, where, path, value)
         elif path in HONOURED:
             _take_value(file, where, path, value)
@@ -174,8 +177,9 @@ def _walk(file: ParsedFile, location: Location, section: str, content: Mapping[s
             file.diagnostics.notices.append(f"{where}: accepted, without effect: {ACCEPTED[path]}")
         elif path in REFUSED:
             _take_refused(file, where, path, value)
-        elif path in SWITCHED:
-            _take_switched(file, where, path, value)
+        elif path.startswith(f"{METRICS}."):
+            rule = "refused: samples keep their order, so the one metric of a curriculum is the length of their rows"
+            file.diagnostics.problems.append(Problem(str(where), rule, f"{METRICS}.seqlen_truncate"))
         elif str(name).startswith(_COMMENTS):
             file.diagnostics.notices.append(f"{where}: accepted, without effect: a comment")
         else:
@@ -269,6 +273,7 @@ def _is_on(section: Any) -> bool:
     if not isinstance(section, Mapping):
         return as_boolean(section) is True
     return any(
-        _is_on(item) if isinstance(item, Mapping) else name in SWITCHES and as_boolean(item) is True
+        _is_on(item) if isinstance(item, Mapping) else name in SWITCHES and as_boolean(item) is not False
         for name, item in section.items()
+        if item is not None and item != AUTO
     )

@@ -7,6 +7,7 @@ takes precedence over that.  "auto", and a section that is absent, leave the set
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 from megazero.config import derived
@@ -17,7 +18,7 @@ from megazero.config.origin import Origin
 from megazero.config.run import RunConfig
 from megazero.config.validate import INFO
 from megazero.config.values import ParsedValue, shown
-from megazero.dialects.deepspeed.keys import BATCH_KEYS
+from megazero.dialects.deepspeed.keys import BATCH_KEYS, HONOURED
 from megazero.dialects.deepspeed.optimizer import translate_optimizer, translate_scheduler
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.dialects.deepspeed.sections import Translation, automatic_notices, resolve, text_for_key, translate
@@ -27,6 +28,7 @@ from megazero.errors import Problem
 _SIZES: Mapping[str, str] = MappingProxyType(
     {part: setting for part, path in KEYS.items() for setting, key in BATCH_KEYS.items() if key == path}
 )
+_JOB = HONOURED["tensorboard.job_name"].default
 _OTHER_WARMUPS = ("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_tokens")
 # {parameter of the optimizer or the schedule: the settings of a run that hold it}
 PARAMS_OF_RUN: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -58,6 +60,10 @@ def translate_for_run(file: ParsedFile, *, fp16_requested: bool) -> Translation:
             if len(file.diagnostics.problems) > before and file.params.get(f"{section}.params", {}).get(rate) != AUTO:
                 translation.unknown.add("lr")
     file.diagnostics.problems.extend(_only_in_the_library(file))
+    board = file.written("tensorboard.enabled")
+    if board is not None and board.value:
+        folder = Path(file.get("tensorboard.output_path", None) or "", file.get("tensorboard.job_name", _JOB))
+        translation.write("tensorboard_dir", folder, f"{board.source}, which writes into {folder}")
     return translation
 
 
@@ -139,6 +145,10 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
     yield from automatic_notices(file, became)
     if (steps := file.written("steps_per_print")) is not None:
         yield f"{steps.source}: accepted, without effect: a run reports every --log-interval steps"
+    profiler = file.written("flops_profiler.enabled")
+    if profiler is not None and profiler.value:
+        where = "model FLOPs of every step are on the console's lines and in --metrics-file, as TFLOP/s and MFU"
+        yield f"{profiler.source}: accepted, without effect: {where}"
     if file.get("fp16.auto_cast", False):
         yield f"{file.location('fp16.auto_cast')}: accepted, without effect: the inputs of a run are whole numbers"
     if (buffers := file.written("data_types.buffer_dtype")) is not None:

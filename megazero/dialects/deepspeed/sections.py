@@ -25,6 +25,7 @@ from megazero.config.choices import (
     choose_optimizer,
     choose_scheduler,
 )
+from megazero.config.curriculum import CurriculumConfig, read_curriculum
 from megazero.config.engine_sections import SETTINGS, ActivationConfig, PrecisionConfig, ReportConfig, ZeroConfig
 from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
@@ -33,6 +34,9 @@ from megazero.dialects.deepspeed.keys import (
     ACTIVATION_KEYS,
     AUTOCAST,
     BATCH_KEYS,
+    CURRICULA,
+    CURRICULUM_KEYS,
+    EFFICIENCY_SWITCHES,
     ERROR_FEEDBACK_KEYS,
     HONOURED,
     NVME_KEYS,
@@ -46,14 +50,18 @@ from megazero.errors import Problem
 from megazero.rules import moot
 from megazero.rules.states import STATE_RULES
 
-_Section = TypeVar("_Section", ZeroConfig, PrecisionConfig, ActivationConfig, ReportConfig)
+_Section = TypeVar("_Section", ZeroConfig, PrecisionConfig, ActivationConfig, ReportConfig, CurriculumConfig)
 
 # {setting: the key whose value it takes unchanged}
 _SAME: Mapping[str, str] = MappingProxyType(
     {**ZERO_KEYS, **ACTIVATION_KEYS, **BATCH_KEYS, "clip_grad": "gradient_clipping"}
 )
 _INFO: Mapping[str, FieldInfo] = MappingProxyType(
-    {info.name: info for cls in (ZeroConfig, PrecisionConfig, ActivationConfig, ReportConfig) for info in SETTINGS[cls]}
+    {
+        info.name: info
+        for cls in (ZeroConfig, PrecisionConfig, ActivationConfig, ReportConfig, CurriculumConfig)
+        for info in SETTINGS[cls]
+    }
 )
 # {setting of Weights & Biases: the key it comes from}
 _WANDB: Mapping[str, str] = MappingProxyType(
@@ -71,6 +79,18 @@ _AUTOCAST_SCALE: Mapping[str, Any] = MappingProxyType(
 # {optimizer: DeepSpeed's defaults of its parameters that differ from those of the table}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"adam": {"weight_decay": 0.0}, "adamw": {"weight_decay": 0.0}, "lion": {"lr": 1e-3}}
+)
+
+
+_GROWING = ("curriculum_min_seqlen", "curriculum_max_seqlen", "curriculum_steps", "curriculum_seqlen_step")
+# {type of a curriculum's schedule: the settings whose keys DeepSpeed requires}
+_NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "": ("curriculum_min_seqlen", "curriculum_max_seqlen", "curriculum_schedule"),
+        "fixed_linear": _GROWING,
+        "fixed_root": (*_GROWING, "curriculum_root_degree"),
+        "fixed_discrete": (*_GROWING[:2], "curriculum_seqlens", "curriculum_last_steps"),
+    }
 )
 
 
@@ -141,6 +161,7 @@ def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = F
     if breakdown is not None and breakdown.value:
         translation.write("timing_log_level", _EVERY_PART, breakdown.source)
     _translate_tracker(translation)
+    _translate_curriculum(translation)
     wide = file.written(_ACCUMULATION_KEY)
     if wide is not None and wide.value == "fp32":
         translation.write(_ACCUMULATION, True, wide.source)
@@ -218,6 +239,47 @@ def _translate_tracker(translation: Translation) -> None:
             translation.write(setting, key.value, key.source)
         elif (default := HONOURED[path].default) is not None:
             translation.write(setting, default, f"{enabled.source}, project {default} (DeepSpeed's default)")
+
+
+def _translate_curriculum(translation: Translation) -> None:
+    """Add the settings of a curriculum by sequence length, if the file turns one on."""
+    file = translation.file
+    switches = ("curriculum_learning.enabled",), EFFICIENCY_SWITCHES
+    on = [
+        place
+        for place, paths in zip(CURRICULA, switches, strict=True)
+        if all(file.get(path, False) for path in paths) and place in file.sections
+    ]
+    off = [section for section in ("curriculum_learning", "data_efficiency") if section in file.sections]
+    for section in off:
+        if not any(place.startswith(section) for place in on):
+            text = "accepted, without effect: no curriculum by sequence length is turned on in it"
+            file.diagnostics.notices.append(f"{file.location(section)}: {text}")
+    if len(on) > 1:
+        given = " and ".join(str(file.location(place)) for place in on)
+        file.diagnostics.problems.append(Problem(given, "rows are cut by one curriculum", "one of the two"))
+    for place in on[:1]:
+        switch = file.written("curriculum_learning.enabled" if place == CURRICULA[0] else EFFICIENCY_SWITCHES[-1])
+        assert switch is not None, "it is on"
+        translation.write("curriculum_learning", True, switch.source)
+        kind = file.written(f"{place}.schedule_type")
+        names = _NEEDED["" if kind is None else kind.value]
+        for setting, path in ((setting, f"{place}.{key}") for setting, key in CURRICULUM_KEYS.items()):
+            if (key := file.written(path)) is not None:
+                translation.write(setting, key.value, key.source)
+            elif setting in names and path not in file.invalid:
+                legal = f"{path}: {_INFO[setting].legal}"
+                file.diagnostics.problems.append(
+                    Problem(f"{file.location(path)} is missing", "a curriculum has it", legal)
+                )
+            if path in file.invalid or (key is None and setting in names):
+                translation.unknown.add(setting)
+
+
+def curriculum_key(file: ParsedFile, setting: str) -> str:
+    """Return the key of a curriculum's setting, as the file has it."""
+    place = CURRICULA[1] if CURRICULA[1] in file.sections else CURRICULA[0]
+    return f"{place}.{CURRICULUM_KEYS.get(setting, 'enabled')}"
 
 
 def _translate_key(translation: Translation, setting: str, path: str) -> None:
@@ -347,6 +409,7 @@ class EngineParts:
     scheduler: SchedulerChoice | None
     autocast: Literal["bf16", "fp16"] | None = None
     reports: ReportConfig = field(default_factory=ReportConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 def engine_parts(file: ParsedFile) -> EngineParts:
@@ -373,13 +436,33 @@ def engine_parts(file: ParsedFile) -> EngineParts:
     if cast is not None and cast.value:
         rule = "refused: the model's inputs keep their number format"
         file.diagnostics.problems.append(Problem(cast.source, rule, "cast them in the program"))
-    parts = EngineParts(zero, precision, activations, optimizer, scheduler, autocast, _build(ReportConfig, settings))
+    curriculum = _build(CurriculumConfig, settings)
+    if curriculum.curriculum_learning and not translation.unknown & {*CURRICULUM_KEYS}:
+        found = read_curriculum(curriculum, None, lambda setting: curriculum_key(file, setting))
+        if isinstance(found, Problem):
+            file.diagnostics.problems.append(replace(found, given=f"{file.origin}: {found.given}"))
+    file.diagnostics.problems.extend(_only_in_a_run(file))
+    reports = _build(ReportConfig, settings)
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler, autocast, reports, curriculum)
     given = [*settings.values(), *_given_params(file, parts)]
     if (steps := file.written("steps_per_print")) is not None:
         given.append(ParsedValue("steps_per_print", steps.value, steps.source, Origin.FOREIGN))
     file.diagnostics.notices.extend(moot.of_the_library(parts, given).notices)
     file.diagnostics.notices.extend(automatic_notices(file, lambda path: _became(path, parts)))
     return parts
+
+
+def _only_in_a_run(file: ParsedFile) -> Iterator[Problem]:
+    """Yield a problem for each section that only a run offers."""
+    reasons = {
+        "tensorboard": ("reports go to the program's own writers", "pretrain_gpt.py has --tensorboard-dir"),
+        "flops_profiler": ("a model of one's own has no known FLOPs; run it under torch.profiler or nsys", ""),
+    }
+    for section, (reason, legal) in reasons.items():
+        enabled = file.written(f"{section}.enabled")
+        if enabled is not None and enabled.value:
+            legal = ", ".join(filter(None, (f"leave out {section}", legal)))
+            yield Problem(enabled.source, f"refused: {reason}", legal)
 
 
 def _given_params(file: ParsedFile, parts: EngineParts) -> Iterator[ParsedValue]:

@@ -32,7 +32,10 @@ def outline_sizes(config: RunConfig, world_size: int) -> Iterator[str]:
     if len(run.sizes.sizes) > 1:
         yield f"global batch size: {run.sizes}"
     samples = run.sizes.samples_after(run.steps)
-    yield f"length: {counted(run.steps, 'step')}, {samples:,} samples, {format_count(samples * length)} tokens"
+    tokens = samples * length if run.rows is None else run.rows.tokens_after(run.steps, run.sizes)
+    if run.rows is not None:
+        yield f"curriculum: rows of {run.rows} tokens"
+    yield f"length: {counted(run.steps, 'step')}, {samples:,} samples, {format_count(tokens)} tokens"
 
 
 def outline(config: RunConfig, world_size: int, inputs: RunInputs, *, source: Path | None) -> Iterator[str]:

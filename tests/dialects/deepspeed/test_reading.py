@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from support.each import each
 
-from megazero.dialects.deepspeed.keys import ACCEPTED, ALIASES, HONOURED, PARAMS, REFUSED, SWITCHED
+from megazero.config.values import Diagnostics
+from megazero.dialects.deepspeed.keys import ACCEPTED, ALIASES, HONOURED, PARAMS, REFUSED, SECTIONS, SWITCHED
 from megazero.dialects.deepspeed.reading import ParsedFile, read, read_file
 from megazero.errors import ConfigError, Problem
 
@@ -21,7 +22,11 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 def of(path: str, value: Any) -> ParsedFile:
-    return read(nested(path, value), "ds.json")
+    """Read a file with one key; the section of it is turned on where it has a switch and other keys."""
+    content, top = nested(path, value), path.partition(".")[0]
+    if top in SECTIONS and top in SWITCHED and not path.endswith(".enabled") and path not in SWITCHED:
+        content[top] = {"enabled": True, **content[top]}
+    return read(content, "ds.json")
 
 
 def clean(reading: ParsedFile) -> bool:
@@ -45,7 +50,10 @@ SAMPLES: dict[str, Any] = {
 }
 
 
-@each("path", HONOURED)
+SWITCHES = [path for path in HONOURED if path.endswith(".enabled") and path.partition(".")[0] in SWITCHED]
+
+
+@each("path", [path for path in HONOURED if path not in SWITCHES])
 def test_an_honoured_key_is_read_and_checked(path: str) -> None:
     info = HONOURED[path]
     good, bad = SAMPLES[info.kind]
@@ -84,12 +92,21 @@ def test_a_refused_key_is_fine_when_it_is_off(path: str) -> None:
     assert problem.rule == f"refused: {REFUSED[path].reason}" and problem.legal
 
 
-@each("path", SWITCHED)
+@each("path", SWITCHES)
+def test_a_section_with_a_switch_is_read_when_it_is_on(path: str) -> None:
+    assert clean(of(path, True)) and of(path, True).get(path, None) is True
+    assert only(of(path, 2)).given == f"ds.json: {path}: 2"
+    for value in (False, "auto"):
+        diagnostics, top = of(path, value).diagnostics, path.partition(".")[0]
+        assert diagnostics == Diagnostics([], [f"ds.json: {top}: accepted, without effect: it is turned off"])
+
+
+@each("path", [path for path in SWITCHED if path not in SECTIONS])
 def test_a_switched_section_is_refused_when_it_is_on(path: str) -> None:
     assert only(of(f"{path}.enabled", True)).given == f'ds.json: {path}: {{"enabled": true}}'
     diagnostics = of(f"{path}.enabled", False).diagnostics
     assert diagnostics.problems == [] and diagnostics.notices == [
-        f"ds.json: {path}: accepted, without effect: it is turned off"
+        f"ds.json: {path.partition('.')[0]}: accepted, without effect: it is turned off"
     ]
     if SWITCHED[path].names:
         assert only(of(f"{path}.enable", False)).legal == "enabled"

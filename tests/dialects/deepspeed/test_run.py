@@ -343,13 +343,13 @@ def test_all_findings_come_together() -> None:
         "zero_optimization": {"stage": 5, "offload_optimizer": {"device": "tape"}},
         "optimizer": {"type": "Muon"},
         "bf16": {"enabled": True},
-        "tensorboard": {"enabled": True},
+        "csv_monitor": {"enabled": True},
     }
     given = {
         item.given.split(": ")[1] if "ds.json" in item.given else item.given for item in problems(content, "--lr x")
     }
     assert {"zero_optimization.stage", "zero_optimization.offload_optimizer.device", "optimizer.type"} <= given
-    assert {"tensorboard", "--lr x", "--num-layers is missing"} <= given
+    assert {"csv_monitor", "--lr x", "--num-layers is missing"} <= given
 
 
 @pytest.mark.parametrize(
