@@ -335,7 +335,7 @@ REFUSED: Mapping[str, str] = _rows(
             _MODEL,
             "apply-residual-connection-post-layernorm mup mup-input-mult mup-attn-mult mup-output-mult",
         ),
-        ("of gated activations there is SwiGLU, and --glu-activation swiglu is --swiglu", "glu-activation"),
+        ("of gated activations there is SwiGLU alone, by this flag or by --swiglu", "glu-activation"),
         ("rotary positions turn pairs of elements that are half of the rotated width apart", "rotary-interleaved"),
         (
             "of activations only the checkpoints of full recomputation go to host memory; give --checkpoint-in-cpu",

@@ -178,7 +178,7 @@ def test_the_docs_name_every_tag(tmp_path: Path) -> None:
     )
     writer = tensorboard_writer(tmp_path, world_size=2, **dict.fromkeys(flags, True))
     statistics = {"params_norm": 1.0, "num_zeros": 2.0, "variance_l1": 3.0, "grad_norm.layers.0": 4.0}
-    first = step(1, part_times=TIMES, mfu=0.4, pipeline_idle_share=0.1, statistics=statistics)
+    first = step(1, part_times=TIMES, mfu=0.4, pipeline_idle_share=0.1, statistics=statistics, seq_length=16)
     writer.step(first, [rank])
     for split in ("validation", "test"):
         writer.evaluation(Evaluation(1, 8, split, loss=2.0, bytes_per_token=3.0))
