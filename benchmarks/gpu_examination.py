@@ -71,6 +71,7 @@ PHASES = (
     Phase("exactness", 130, runs=TOGETHER),
     Phase("collectives", 130, runs=TOGETHER),
     Phase("losses", 130, {"where": "device"}, runs=TOGETHER),
+    Phase("settings", 130, runs=TOGETHER),
     Phase("ledger", 130, runs=TOGETHER),
     Phase("gpu_tests", 130, runs=TOGETHER),
     Phase("layouts", 130, runs=TOGETHER),

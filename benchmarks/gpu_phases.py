@@ -32,6 +32,7 @@ import torch.distributed as dist
 from gpu_examination import NEEDS_GPU
 from jobs import Place
 from plain_gpt import CLIP, adamw, plain_gpt
+from run_all import slug
 from steps import LR, Steps, configuration_of
 from stopwatch import Stopwatch
 from torch import Tensor, nn
@@ -430,25 +431,30 @@ def losses(bench: Bench, *, where: str) -> dict[str, Any]:
     device, curves, found = "cpu" if where == "cpu" else bench.device.type, {}, {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "megazero").rglob("*.py")))
-        (folder / "text.txt").write_text(text if bench.has_gpu else text[:100_000], encoding="utf-8")
-        words = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "text"), "--append-eod"]
-        succeed("tools/preprocess_data.py", *words, "--tokenizer-type", "ByteTokenizer")
+        make_corpus(bench, folder)
         started = [start_training(bench, folder, device, *run) for run in runs] if bench.has_gpu else []
         for run in runs:
             title = f"{where} {run[0]}" + f" compile {run[1]} stage {run[2]}" * (run != runs[0])
             with kept_failures(bench, found, title) as row:
                 process, metrics = started.pop(0) if started else start_training(bench, folder, device, *run)
                 row["status"] = process.wait()
-                lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-                records = [json.loads(line) for line in lines]
-                curves[title] = [record["loss"] for record in records if record.get("loss") is not None]
+                curves[title] = losses_of(metrics)
                 row["is_right"] = row["status"] == 0 and curves[title][-1] < curves[title][0]
         if (folder / "saved").exists():
             with kept_failures(bench, found, "generate") as row:
                 succeed("tools/generate_text.py", "--load", str(folder / "saved"), "--prompt", "def ", "--greedy")
                 row["is_right"] = True
     return {**verdict(found), "curves": curves}
+
+
+def make_corpus(bench: Bench, folder: Path) -> None:
+    """Make the corpus `text_text_document` in the folder, of this package's sources, a file being a document."""
+    files = sorted((ROOT / "megazero").rglob("*.py"))
+    texts = [path.read_text(encoding="utf-8") for path in (files if bench.has_gpu else files[:20])]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "text.jsonl").write_text(lines, encoding="utf-8")
+    words = ["--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "text"), "--append-eod"]
+    succeed("tools/preprocess_data.py", *words, "--tokenizer-type", "ByteTokenizer")
 
 
 _RUN = (
@@ -471,6 +477,79 @@ def start_training(
     words += ["--cpu-threads", "4"] if bench.has_gpu and device == "cpu" else []
     words += ["--save", str(folder / "saved")] if (precision, stage) == ("bf16", "2") else []
     return subprocess.Popen([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT), metrics
+
+
+_LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --group-query-attention"
+    " --num-query-groups 2 --untie-embeddings-and-output-weights"
+)
+# Settings that the other phases do not try, by name.
+SETTINGS: Mapping[str, str] = {
+    "the block of Llama": _LLAMA,
+    "the block of Llama, stage 3, recomputed": f"{_LLAMA} --zero-stage 3 --recompute-granularity full",
+    "the block of Llama, compiled": f"{_LLAMA} --compile on",
+    "ALiBi, compiled": "--position-embedding-type alibi --embed-layernorm --compile on",
+    "documents apart": "--reset-position-ids --reset-attention-mask",
+    "documents apart, the block of Llama, compiled": f"{_LLAMA} --reset-attention-mask --compile on",
+    "states in host memory": "--zero-stage 2 --offload-optimizer cpu",
+    "states in host memory, updated late": "--zero-stage 2 --offload-optimizer cpu --delayed-parameter-update"
+    " --delayed-parameter-update-start 3",
+    "all in host memory": "--zero-stage 3 --offload-optimizer cpu --offload-param cpu",
+    "all in files": "--zero-stage 3 --offload-optimizer nvme --offload-param nvme --nvme-path {folder}",
+    "checkpoints in host memory": "--recompute-granularity full --checkpoint-in-cpu --contiguous-checkpointing",
+    "selective recomputation": "--recompute-granularity selective",
+    "deterministic": "--deterministic-mode",
+    "adapters": "--lora-rank 4 --lora-random-base",
+    "adapters, stage 3, compiled": "--lora-rank 4 --lora-random-base --zero-stage 3 --compile on",
+    "Lion": "--optimizer lion --lr 1e-4",
+    "LAMB, stage 2": "--optimizer lamb --zero-stage 2",
+    "Adafactor, stage 3": "--optimizer adafactor --zero-stage 3",
+    "a curriculum": "--curriculum-learning --curriculum-schedule fixed_linear --curriculum-min-seqlen 32"
+    " --curriculum-max-seqlen 256 --curriculum-steps 6 --curriculum-seqlen-step 8",
+}
+EXAMPLES = ("vit.py", "zero_init.py", "lora.py")
+_AT_ONCE = 6  # processes that share the CPU's cores
+
+
+def settings(bench: Bench) -> dict[str, Any]:
+    """Compare eight steps of pretrain_gpt.py on the device with the same on the CPU, both in fp32, and run examples."""
+    found: dict[str, Any] = {}
+    names = list(SETTINGS) if bench.has_gpu else ["LAMB, stage 2"]
+    with tempfile.TemporaryDirectory() as folder:
+        make_corpus(bench, Path(folder))
+        for start in range(0, len(names), _AT_ONCE):
+            chosen = names[start : start + _AT_ONCE]
+            pairs = [[started_run(bench, Path(folder), name, where) for where in ("cpu", "device")] for name in chosen]
+            for name, pair in zip(chosen, pairs, strict=True):
+                with kept_failures(bench, found, name) as row:
+                    row["statuses"] = [process.wait() for process, _ in pair]
+                    row["losses"] = [losses_of(metrics) for _, metrics in pair]
+                    row["largest_relative"] = max(abs(a - b) / a for a, b in zip(*row["losses"], strict=True))
+                    row["is_right"] = not any(row["statuses"]) and row["largest_relative"] < BOUNDS["fp32"]
+    for name in EXAMPLES if bench.has_gpu else ():
+        with kept_failures(bench, found, name) as row:
+            succeed(f"examples/{name}")
+            row["is_right"] = True
+    return verdict(found)
+
+
+def started_run(bench: Bench, folder: Path, name: str, where: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start a run with the settings of that name on the CPU or the device; return the process and its metrics file."""
+    metrics = folder / f"{slug(name)}-{where}.jsonl"
+    files = folder / f"{slug(name)}-{where}"
+    files.mkdir()
+    shape = "--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --compile off --cpu-threads 2"
+    words = [*shape.split(), *_RUN.split(), "--train-iters", "8", "--data-path", str(folder / "text_text_document")]
+    words += ["--precision", "fp32", "--device", "cpu" if where == "cpu" else bench.device.type]
+    words += ["--metrics-file", str(metrics), *SETTINGS[name].format(folder=files).split()]
+    words += ["--compile", "off"] if where == "cpu" else []
+    return subprocess.Popen([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT), metrics
+
+
+def losses_of(metrics: Path) -> list[float]:
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    records = [json.loads(line) for line in lines]
+    return [record["loss"] for record in records if record.get("loss") is not None]
 
 
 def succeed(*words: str) -> None:
@@ -570,7 +649,10 @@ def layouts(bench: Bench) -> dict[str, Any]:
 
 PHASES: Mapping[str, Callable[..., dict[str, Any]]] = {
     phase.__name__: phase
-    for phase in (environment, ceilings, speed, plain, exactness, collectives, losses, ledger, gpu_tests, layouts)
+    for phase in (
+        *(environment, ceilings, speed, plain, exactness, collectives),
+        *(losses, settings, ledger, gpu_tests, layouts),
+    )
 }
 
 
