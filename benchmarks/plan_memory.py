@@ -4,9 +4,9 @@
 
 Layouts are toys on 1 to 4 processes of this machine: ZeRO stages, tensor and pipeline parallelism, schedules,
 recomputation, places of checkpoints and states, formats, dropout.  A drawn layout that breaks a rule is drawn again.
-Every rank takes start-up, steps and an evaluation, really and dry, and both ledgers and meters are compared
-(`tests/support/planned_step.py`).  What is in the record is not measured again, so that a run that was interrupted goes
-on.  The program fails if any figure differs.
+Every rank takes start-up, steps and evaluations, really and dry, and both ledgers and meters are compared
+(`tests/support/planned_step.py`): a dry figure must be one that a repetition of the real part has.  What is in the
+record is not measured again, so that a run that was interrupted goes on.  The program fails if any figure differs.
 """
 
 import argparse
