@@ -72,7 +72,7 @@ class OverHost(ProcessGroupCommunicator):
 def main() -> int:
     kind = sys.argv[1]
     if kind == "cuda":
-        from megazero.train import program
+        from megazero.verify import program
 
         # All ranks of the node take its one GPU, and gloo in place of NCCL.
         choose_device = startup.choose_device

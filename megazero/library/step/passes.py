@@ -16,6 +16,8 @@ are not counted and never end it.
 through the discriminator) it leaves the gradients as they were.  A plain `loss.backward()` is a pass of all of them.
 """
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -125,7 +127,7 @@ class BackwardPasses:
         self._check_trains("engine.backward(loss)")
         self._check_room()
         around, self._is_explicit = _running_owner(), True
-        torch._C._stash_obj_in_tls(_OWNER, self)
+        _set_running_owner(self)
         try:
             self._begin()
             torch.autograd.backward(loss, retain_graph=retain_graph)
@@ -134,7 +136,7 @@ class BackwardPasses:
             raise
         finally:
             self._is_explicit = False
-            torch._C._stash_obj_in_tls(_OWNER, around)
+            _set_running_owner(around)
         self._end()
 
     def complete(self) -> None:
@@ -365,4 +367,14 @@ class BackwardPasses:
 
 def _running_owner() -> object:
     """Return the passes of the engine whose `backward(loss)` is running, also in threads of autograd; else None."""
-    return torch._C._get_obj_in_tls(_OWNER) if torch._C._is_key_in_tls(_OWNER) else None
+    return torch._C._get_obj_in_tls(_OWNER)[0] if torch._C._is_key_in_tls(_OWNER) else None
+
+
+def _set_running_owner(owner: object) -> None:
+    """Set what `_running_owner` returns, until the next call."""
+    held = (owner,)
+    before = sys.getrefcount(held)
+    torch._C._stash_obj_in_tls(_OWNER, held)
+    if sys.getrefcount(held) == before:
+        # torch 2.11 releases a reference there that it has never taken, which would free an object in use.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
