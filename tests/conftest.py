@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -23,6 +23,13 @@ settings.load_profile("megazero")
 # Inductor would compile and load a program for each of the processor's instruction sets before its first kernel, to
 # learn whether compiler and processor have it: seven seconds, in every process that compiles.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# A message wakes the rank that it is for.  Were that one to run at once, the sender would stop inside gloo, with the
+# lock of the connection that its own gloo thread tries for again and again: up to half of the ranks' time.  Processes
+# of this kind, and those that they start, take no core from one that runs.
+if hasattr(os, "SCHED_BATCH"):
+    with suppress(OSError):  # a container may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # What a shell starts in the background ignores Ctrl-C, and what nohup starts a closed terminal; so would every program
 # that a test sends these signals.

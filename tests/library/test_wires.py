@@ -141,49 +141,53 @@ def test_secondary_partitions_are_counted(size: int) -> None:
         assert more == expected
 
 
-def losses(rank: int, zero: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
-    """Return losses and the weights."""
-    engine = make_engine(rank, **zero)
-    found = [take_step(engine, step) for step in range(12)]
-    weights = [value.clone() for value in engine.state_dict().values()]
-    engine.close()
-    return found, weights
+def losses(rank: int, every: list[dict[str, Any]], steps: int) -> list[tuple[list[float], list[Tensor]]]:
+    """Return losses and the weights of trainings, one after another, with the settings of each."""
+    found = []
+    for zero in every:
+        engine = make_engine(rank, **zero)
+        told = [take_step(engine, step) for step in range(steps)]
+        found.append((told, [value.clone() for value in engine.state_dict().values()]))
+        engine.close()
+    return found
 
 
 WEIGHTS = {"zero_quantized_weights": True}
 GRADIENTS = {"zero_quantized_gradients": True}
+# Each with how far its losses may be from exact ones.
+ROUNDING: tuple[tuple[dict[str, Any], float], ...] = (
+    (WEIGHTS, 0.02),
+    ({**WEIGHTS, "zero_quantized_weights_bits": 4, "zero_quantized_block_size": 64}, 0.3),
+    ({**GRADIENTS, "zero_quantized_gradients_bits": 8}, 0.02),
+    (GRADIENTS, 0.2),
+    ({**GRADIENTS, "zero_error_feedback": True, "zero_quantized_block_size": 128}, 0.2),
+    ({**GRADIENTS, "stage": 2}, 0.2),
+    ({**GRADIENTS, "stage": 1, "mics_shard_size": 2}, 0.2),
+    ({**WEIGHTS, **GRADIENTS, "zero_hpz_partition_size": 2, "offload_param": "cpu"}, 0.2),
+    ({**WEIGHTS, **GRADIENTS, "hierarchical_collectives": True, "offload_optimizer": "cpu"}, 0.2),
+    ({**WEIGHTS, **GRADIENTS, "zero_quantized_stochastic": True, "zero_hpz_partition_size": 4}, 0.3),
+)
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("zero", "bound"),
-    [
-        (WEIGHTS, 0.02),
-        ({**WEIGHTS, "zero_quantized_weights_bits": 4, "zero_quantized_block_size": 64}, 0.3),
-        ({**GRADIENTS, "zero_quantized_gradients_bits": 8}, 0.02),
-        (GRADIENTS, 0.2),
-        ({**GRADIENTS, "zero_error_feedback": True, "zero_quantized_block_size": 128}, 0.2),
-        ({**GRADIENTS, "stage": 2}, 0.2),
-        ({**GRADIENTS, "stage": 1, "mics_shard_size": 2}, 0.2),
-        ({**WEIGHTS, **GRADIENTS, "zero_hpz_partition_size": 2, "offload_param": "cpu"}, 0.2),
-        ({**WEIGHTS, **GRADIENTS, "hierarchical_collectives": True, "offload_optimizer": "cpu"}, 0.2),
-        ({**WEIGHTS, **GRADIENTS, "zero_quantized_stochastic": True, "zero_hpz_partition_size": 4}, 0.3),
-    ],
-    ids=str,
-)
-def test_rounding_trains_nearly_alike(zero: dict[str, Any], bound: float) -> None:
-    (exact, _), *_ = run_ranks(RANKS, losses, {})
-    results = run_ranks(RANKS, losses, zero)
-    assert all(result[0] == results[0][0] for result in results)
-    assert results[0][0] == pytest.approx(exact, rel=bound) and results[0][0] != exact
-    assert results[0][0][-1] < 0.7 * exact[0]
-    for result in results[1:]:  # every rank computes with the same values
-        assert all(torch.equal(mine, first) for mine, first in zip(result[1], results[0][1], strict=True))
+def test_rounding_trains_nearly_alike() -> None:
+    trained = run_ranks(RANKS, losses, [{}, *(zero for zero, _ in ROUNDING)], 12)
+    (exact, _), *_ = trained[0]
+    for number, (zero, bound) in enumerate(ROUNDING, 1):
+        results = [of_rank[number] for of_rank in trained]
+        assert all(result[0] == results[0][0] for result in results), zero
+        assert results[0][0] == pytest.approx(exact, rel=bound) and results[0][0] != exact, zero
+        assert results[0][0][-1] < 0.7 * exact[0], zero
+        for result in results[1:]:  # every rank computes with the same values
+            assert all(torch.equal(mine, first) for mine, first in zip(result[1], results[0][1], strict=True)), zero
 
 
 @pytest.mark.gloo
 def test_every_form_of_rounding_computes_other_numbers() -> None:
-    """A setting without effect would train like the one without it; two runs of the same settings train alike."""
+    """A setting without effect would train like the one without it; two runs of the same settings train alike.
+
+    The last to show, what is fed back being forgotten after two steps, does so in the loss of the fourth.
+    """
     fed = {**GRADIENTS, "zero_error_feedback": True}
     forms = [
         WEIGHTS,
@@ -198,30 +202,31 @@ def test_every_form_of_rounding_computes_other_numbers() -> None:
         {**fed, "zero_error_feedback_beta": 0.3},
         {**fed, "zero_error_feedback_reset": 2},
     ]
-    found = [tuple(run_ranks(RANKS, losses, zero)[0][0]) for zero in [*forms, fed]]
+    found = [tuple(told) for told, _ in run_ranks(RANKS, losses, [*forms, fed], 5)[0]]
     assert found[-1] == found[forms.index(fed)]
     assert len(set(found)) == len(forms)
 
 
-def generator_after(rank: int, zero: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-    """Return the state of torch's default generator after two steps, and the weights."""
-    engine = make_engine(rank, **zero)
-    for step in range(2):
-        take_step(engine, step)
-    state, weights = torch.get_rng_state(), [value.clone() for value in engine.state_dict().values()]
-    engine.close()
-    return state, weights
+def generators_after(rank: int, every: list[dict[str, Any]]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Return the state of torch's default generator, and the weights, after two steps with the settings of each."""
+    found = []
+    for zero in every:
+        engine = make_engine(rank, **zero)
+        for step in range(2):
+            take_step(engine, step)
+        found.append((torch.get_rng_state(), [value.clone() for value in engine.state_dict().values()]))
+        engine.close()
+    return found
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("zero", [WEIGHTS, GRADIENTS, {**WEIGHTS, **GRADIENTS}], ids=str)
-def test_stochastic_rounding_draws_from_generators_of_its_own(zero: dict[str, Any]) -> None:
+def test_stochastic_rounding_draws_from_generators_of_its_own() -> None:
     """The default one, from which a recomputed forward draws its dropout again, is left as it was."""
-    first, again = (run_ranks(RANKS, generator_after, {**zero, "zero_quantized_stochastic": True}) for _ in range(2))
-    plain = run_ranks(RANKS, generator_after, {})
-    for mine, repeated, expected in zip(first, again, plain, strict=True):
-        assert torch.equal(mine[0], expected[0])
-        assert all(torch.equal(one, other) for one, other in zip(mine[1], repeated[1], strict=True))
+    every = [{**zero, "zero_quantized_stochastic": True} for zero in (WEIGHTS, GRADIENTS, {**WEIGHTS, **GRADIENTS})]
+    for expected, *found in run_ranks(RANKS, generators_after, [{}, *every, *every]):
+        for mine, repeated in zip(found[: len(every)], found[len(every) :], strict=True):
+            assert torch.equal(mine[0], expected[0])
+            assert all(torch.equal(one, other) for one, other in zip(mine[1], repeated[1], strict=True))
 
 
 class Sloped(nn.Module):
@@ -233,6 +238,9 @@ class Sloped(nn.Module):
 
     def forward(self, slopes: list[Tensor]) -> Tensor:
         return torch.stack([(w * slope).sum() for w, slope in zip(self.weights, slopes, strict=True)]).sum()
+
+
+STEPS = 20
 
 
 def drift(rank: int, zero: dict[str, Any], num_steps: int) -> float:
@@ -259,9 +267,9 @@ def test_what_is_fed_back_does_not_add_up(zero: dict[str, Any]) -> None:
     """The same is rounded off in every step without feedback; with it, the sum of all errors stays bounded."""
     zero = {**zero, **GRADIENTS}
     (plain, *_), (fed, *_) = (
-        run_ranks(RANKS, drift, {**zero, **feedback}, 40) for feedback in ({}, {"zero_error_feedback": True})
+        run_ranks(RANKS, drift, {**zero, **feedback}, STEPS) for feedback in ({}, {"zero_error_feedback": True})
     )
-    assert 1 < plain < 40 and fed < 0.25 * plain
+    assert 1 < plain < STEPS and fed < 0.25 * plain
 
 
 def as_a_user_sees_them(rank: int) -> list[tuple[int, int, bool]]:

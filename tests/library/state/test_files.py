@@ -184,7 +184,7 @@ def test_the_number_of_buffers_is_constant(
 ) -> None:
     """Also where a sub-group comes to its update before there was a buffer to read it ahead."""
     kinds = 3 + len(gradients)
-    engine = make_engine(2, "nvme", tmp_path, accumulation=2, sub_group_size=2, **gradients, **pipeline)
+    engine = make_engine(2, "nvme", tmp_path, accumulation=2, sub_group_size=8, **gradients, **pipeline)
     files = engine.zero_engine._files
     assert files is not None
     most = 4096 * kinds * (3 - list(pipeline.values()).count(False))
