@@ -87,11 +87,11 @@ CASES = (
     ),
     Case(
         Cell(pp=2, dp=2, stage=2, precision="fp32", accumulation=4),
-        {**FILES, "offload_pipeline_read": False, "offload_buffer_count": 3, "sub_group_size": 500},
+        {**FILES, "offload_pipeline_read": False, "offload_buffer_count": 3, "sub_group_size": 2000},
     ),
     Case(
         Cell(tp=2, dp=2, stage=3, precision="bf16", settings={"sequence_parallel": True}),
-        {**FILES, **PARAMETERS, "offload_pipeline_write": False, "sub_group_size": 700},
+        {**FILES, **PARAMETERS, "offload_pipeline_write": False, "sub_group_size": 2100},
     ),
     Case(
         Cell(dp=2, stage=3, precision="bf16", accumulation=2, settings={"max_live_parameters": 0}),
@@ -123,11 +123,11 @@ CASES = (
     ),
     Case(
         Cell(pp=2, dp=2, stage=2, precision="fp32", accumulation=4),
-        {**GRADIENT_FILES, "offload_pipeline_read": False, "offload_buffer_count": 4, "sub_group_size": 500},
+        {**GRADIENT_FILES, "offload_pipeline_read": False, "offload_buffer_count": 4, "sub_group_size": 2000},
     ),
     Case(
         Cell(tp=2, dp=2, stage=3, precision="bf16", accumulation=2, settings={"sequence_parallel": True}),
-        {**GRADIENT_FILES, **PARAMETER_FILES, "offload_pipeline_write": False, "sub_group_size": 700},
+        {**GRADIENT_FILES, **PARAMETER_FILES, "offload_pipeline_write": False, "sub_group_size": 2100},
     ),
     Case(
         Cell(
@@ -147,7 +147,7 @@ CASES = (
             accumulation=2,
             settings={"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0},
         ),
-        {**GRADIENT_FILES, "offload_pipeline_read": False, "offload_pipeline_write": False, "sub_group_size": 300},
+        {**GRADIENT_FILES, "offload_pipeline_read": False, "offload_pipeline_write": False, "sub_group_size": 1500},
     ),
     Case(
         Cell(dp=2, stage=1, precision="fp32", accumulation=2, settings={"contiguous_gradients": False}),
