@@ -233,7 +233,8 @@ def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path, m
 
 
 @pytest.mark.gloo
-def test_one_process(tmp_path: Path) -> None:
+def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compare.threads", lambda world_size: 1)
     words = f"{TINY} --world-size 1 --systems eager library megazero --time-limit 0 --rounds 9"
     assert main([*words.split(), "--output", str(tmp_path / "out.md")]) == 0
     made = json.loads((tmp_path / "out.json").read_text())

@@ -15,7 +15,7 @@ from megazero.planner.predict import forecast_of
 from megazero.report.metrics import flops_per_token
 
 _RUN = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --micro-batch-size 1"
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --micro-batch-size 1"
     " --global-batch-size 8 --train-iters 10 --lr 1e-4 --eval-iters 0 --mock-data"
 )
 _PARTS = ("start-up", "first step", "steady step")
@@ -45,7 +45,7 @@ def faster(machine: Hardware, times: float) -> Hardware:
     ("words", "world", "machine"),
     [
         ("--zero-stage 3", 4, "dgx-a100"),
-        ("--zero-stage 1 --pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 8, "dgx2-v100"),
+        ("--zero-stage 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 4", 8, "dgx2-v100"),
         ("--zero-stage 2 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 4, "cpu"),
     ],
 )
