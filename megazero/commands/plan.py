@@ -12,9 +12,21 @@ from megazero.console import Console
 from megazero.errors import ConfigError, Problem
 from megazero.files import written_aside
 from megazero.parallel.job import read_job
+from megazero.planner.advice.choices import read
+from megazero.planner.hardware import Hardware
 from megazero.planner.machines import MACHINES
 from megazero.planner.page.controls import CONTROLS, DEFAULT, read_controls
-from megazero.planner.words import HARDWARE, Words, machine, nodes_of, read_run, split_words
+from megazero.planner.words import (
+    HARDWARE,
+    Wanted,
+    Words,
+    machine,
+    nodes_left,
+    nodes_of,
+    read_run,
+    split_words,
+    vocabulary,
+)
 from megazero.report.summary import read_records
 from megazero.train.start.outline import outline_sizes
 
@@ -23,6 +35,7 @@ if TYPE_CHECKING:
 
 USAGE = f"""usage: megazero plan [--hardware NAME|FILE.yaml] [--nodes N | --world-size N]
                      [--format text|json|html] [--output FILE.html] [--what-if LIST] FLAGS
+       megazero plan --advise [--hardware ...] [--nodes N] [--without-nodes N] [--format text|json] FLAGS
        megazero plan --compare RUN/metrics.jsonl [--hardware ...] FLAGS
        megazero plan --calibrate FILE.yaml [--processes N]
        megazero plan --paper [--format text|json]
@@ -39,6 +52,10 @@ corpus made-up tokens are planned; nothing is trained, loaded or saved.
 --hardware   {", ".join(MACHINES)}, or a file that describes a machine (default: {HARDWARE})
 --nodes N    nodes of as many ranks as the machine has devices (default: 1)
 --world-size N   the number of ranks instead; the last node may have fewer
+--advise     tries all layouts instead of the given one (tensor and pipeline parallelism, schedules, ZeRO's stages,
+             groups and number formats of messages, offloading, recomputation, micro-batch), and prints the ten fastest
+             that fit with their commands, what each limit costs, and the fewest nodes. Exit status 1: none fits
+--without-nodes N   advice for the same job when N of its nodes are gone
 --compare    a metrics file of the same run, whose steps are put beside their prediction, part by part
 --calibrate  measures this machine by all processes at once, those of --processes or of a launcher, and writes its
              description to a new file, for --hardware
@@ -72,6 +89,8 @@ def main(words: Sequence[str]) -> int:
         rule = "a page is a new file in a folder that is there"
         raise ConfigError(Problem(f"--output {output}", rule, "the name of a file that is not there yet"))
     hardware = machine(own.values)
+    if own.is_advice:
+        return _advise(own, hardware, as_json=as_json)
     run = Path(own.values["--compare"]) if "--compare" in own.values else None
     records = [] if run is None else list(read_records(run))
     wanted = read_run(own.rest, nodes_of(own.values, hardware))
@@ -106,7 +125,44 @@ def main(words: Sequence[str]) -> int:
     else:
         for line in (*forecast.lines(), "", *(side_by_side(rows) if rows else ()), "", *lines(plan)):
             console.line(line)
+        if not plan.fits:
+            _remedy(own, wanted, hardware)
     return 0 if plan.fits else 1
+
+
+def _advise(own: Words, hardware: Hardware, *, as_json: bool) -> int:
+    """Search layouts and print the fastest that fit."""
+
+    all_nodes = nodes_of(own.values, hardware)
+    nodes = nodes_left(own.values, all_nodes)
+    run = read(own.rest, sum(all_nodes.ranks_per_node))
+    # These import torch.
+    from megazero.planner.advice.advise import advise, to_json
+    from megazero.planner.advice.search import Search
+    from megazero.planner.advice.show import lines
+
+    search = Search(run, vocabulary(run.config), hardware, lambda line: print(line, file=sys.stderr))
+    advice = advise(search, nodes)
+    console = Console()
+    if as_json:
+        console.line(json.dumps(to_json(advice), indent=1))
+    else:
+        for line in lines(advice):
+            console.line(line)
+    return 0 if advice.fits else 1
+
+
+def _remedy(own: Words, wanted: Wanted, hardware: Hardware) -> None:
+    """Print the nearest layout that fits."""
+    from megazero.planner.advice.advise import remedies
+    from megazero.planner.advice.search import Search
+    from megazero.planner.advice.show import remedy
+
+    if "--deepspeed-config" in " ".join(own.rest):
+        return
+    search = Search(read(own.rest, sum(wanted.nodes.ranks_per_node)), wanted.vocab_size, hardware)
+    for line in remedy(search, remedies(search, search.candidates(wanted.nodes), wanted.nodes)[1]):
+        Console().line(line)
 
 
 def _page(story: "PageStory", output: Path | None) -> None:

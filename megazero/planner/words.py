@@ -20,22 +20,27 @@ from megazero.train.start.inputs import open_inputs
 
 FORMATS = ("text", "json", "html")
 HARDWARE = "dgx-h100"
-_VALUED = ("--hardware", "--nodes", "--world-size", "--format", "--compare", "--calibrate", "--output", "--what-if")
+_VALUED = (
+    *("--hardware", "--nodes", "--world-size", "--format", "--compare", "--calibrate", "--output", "--what-if"),
+    "--without-nodes",
+)
+_FEWER = 4  # sets of nodes that are tried where some are gone
 _OF_PAGES = ("--output", "--what-if")
 _EXAMPLES = MappingProxyType(
     {
         **{"--hardware": HARDWARE, "--format": "json", "--compare": "RUN/metrics.jsonl", "--calibrate": "FILE.yaml"},
-        **{"--output": "plan.html", "--what-if": DEFAULT},
+        **{"--output": "plan.html", "--what-if": DEFAULT, "--without-nodes": "2"},
     }
 )
 
 
 class Words(NamedTuple):
-    """The plan's own flags: values by name; is_paper: --paper.  rest: all other words, `pretrain`'s."""
+    """The plan's own flags: values by name; is_paper: --paper; is_advice: --advise.  rest: all others, `pretrain`'s."""
 
     values: dict[str, str]
     is_paper: bool
     rest: list[str]
+    is_advice: bool = False
 
 
 class Wanted(NamedTuple):
@@ -52,13 +57,15 @@ def split_words(words: Sequence[str]) -> Words:
     values: dict[str, str] = {}
     rest: list[str] = []
     remaining = list(words)
-    is_paper = False
+    is_paper = is_advice = False
     while remaining:
         word = remaining.pop(0)
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
         if name == "--paper" and not equals:
             is_paper = True
+        elif name == "--advise" and not equals:
+            is_advice = True
         elif name not in _VALUED:
             rest.append(word)
         elif equals or (remaining and not remaining[0].startswith("--")):
@@ -71,7 +78,16 @@ def split_words(words: Sequence[str]) -> Words:
     for name in _OF_PAGES:
         if name in values and (chosen != "html" or is_paper):
             raise ConfigError(Problem(f"{name} {values[name]}", "this flag is for a page of a run", "--format html"))
-    return Words(values, is_paper, rest)
+    if "--without-nodes" in values and not is_advice:
+        given = f"--without-nodes {values['--without-nodes']}"
+        raise ConfigError(Problem(given, "it tells an advisor how many nodes are gone", f"--advise {given}"))
+    if is_advice and (
+        others := [name for name in ("--compare", "--calibrate") if name in values] + ["--paper"] * is_paper
+    ):
+        raise ConfigError(Problem(f"--advise {others[0]}", "they answer different questions", f"--advise, {others[0]}"))
+    if is_advice and chosen == "html":
+        raise ConfigError(Problem("--advise --format html", "advice is text or JSON", "--format text, --format json"))
+    return Words(values, is_paper, rest, is_advice)
 
 
 def _example(name: str) -> str:
@@ -97,13 +113,29 @@ def nodes_of(values: dict[str, str], hardware: Hardware) -> Nodes:
     return Nodes((per_node,) * full + (rest,) * (rest > 0))
 
 
+def nodes_left(values: dict[str, str], nodes: Nodes) -> list[Nodes]:
+    """Return the sets of nodes that a run may use: all, or without those that are gone a few fewer too.
+
+    A global batch may not divide by all that are left.  Raises ConfigError if none is left.
+    """
+    if "--without-nodes" not in values:
+        return [nodes]
+    text = values["--without-nodes"]
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < nodes.count):
+        given = f"--without-nodes {text} of {nodes.describe()}"
+        legal = f"--without-nodes 1 to {nodes.count - 1}" if nodes.count > 1 else "--nodes 2 or more"
+        raise ConfigError(Problem(given, "some nodes are gone, and some are left", legal))
+    left = nodes.count - int(text)
+    return [Nodes(nodes.ranks_per_node[:count]) for count in range(left, max(left - _FEWER, 0), -1)]
+
+
 def read_run(words: Sequence[str], nodes: Nodes) -> Wanted:
     """Return the run that `pretrain`'s flags describe, with no file opened but a corpus whose vocabulary is needed.
 
     A run without a corpus is planned on made-up tokens.  Raises ConfigError or TopologyError with all problems.
     """
     world_size = sum(nodes.ranks_per_node)
-    resolved = resolve([*words, *_made_up(words)], world_size=world_size)
+    resolved = resolve([*words, *made_up(words)], world_size=world_size)
     raise_problems(ConfigError, with_sources(resolved.problems, resolved.sources))
     config = resolved.config
     raise_problems(ConfigError, with_sources(rules.check(config, world_size), resolved.sources))
@@ -112,10 +144,10 @@ def read_run(words: Sequence[str], nodes: Nodes) -> Wanted:
         TopologyError, problems_of_placement(layout, nodes, config.parallel.allow_tensor_parallel_across_nodes)
     )
     raise_problems(ConfigError, _not_planned(config))
-    return Wanted(_decided(config), _vocabulary(config), nodes, _notices(resolved))
+    return Wanted(_decided(config), vocabulary(config), nodes, _notices(resolved))
 
 
-def _made_up(words: Sequence[str]) -> list[str]:
+def made_up(words: Sequence[str]) -> list[str]:
     """Return the flag of made-up tokens if the words name no corpus, themselves or in a file."""
     resolved = resolve(words, world_size=None)
     data = resolved.config.data
@@ -123,7 +155,7 @@ def _made_up(words: Sequence[str]) -> list[str]:
     return [] if any(given) else ["--mock-data"]
 
 
-def _vocabulary(config: RunConfig) -> int:
+def vocabulary(config: RunConfig) -> int:
     """Return the vocabulary's size, from the flag or else from the tokenizer or the corpus."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size

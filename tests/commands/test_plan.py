@@ -50,7 +50,8 @@ def test_the_status_tells_that_a_plan_does_not_fit(tmp_path: Path) -> None:
     )
     done = plan("--hardware", "small.yaml", *RUN, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert "does not fit: " in done.stdout.splitlines()[-2]
+    assert "does not fit: " in done.stdout.splitlines()[-3]
+    assert done.stdout.splitlines()[-1] == "no layout was found that fits, on these nodes or more"
 
 
 def test_help_and_a_wrong_flag(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ MAY_KNOW_THE_STAGE = (
     *(f"megazero/{package}/" for package in ("config", "rules", "dialects", "command_line")),
     "megazero/deepspeed/engine.py",
     "megazero/deepspeed/zero.py",
+    "megazero/planner/advice/choices.py",
     "megazero/verify/configuration.py",
     "megazero/zero/plan.py",
 )

@@ -1,0 +1,227 @@
+"""The search for the fastest layouts that fit: bounds put all in an order, and dry runs try them until ten are found.
+
+Layouts are taken by their least seconds; one whose least memory is more than the machine has is left out.  Of layouts
+that differ in nothing but recomputation and the homes of states, those that save more are slower, so that they are
+tried only where others do not fit.  The search ends where the next bound is above the tenth time found: then no other
+layout is faster.  It also ends after a number of dry runs, or of seconds, and says how
+many layouts it has left.
+"""
+
+import heapq
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from megazero.parallel.nodes import Nodes
+from megazero.planner.advice.bounds import Bound, Bounds
+from megazero.planner.advice.choices import Choice, Run, choices, legal
+from megazero.planner.advice.shallow import Measured, measure
+from megazero.planner.dry_run import DryJob
+from megazero.planner.hardware import Hardware
+
+SHOWN = 10
+
+
+class Limit(NamedTuple):
+    """How much a search may run dry: layouts, and seconds of this process."""
+
+    runs: int
+    seconds: float
+
+    def begin(self, search: "Search") -> Callable[[], bool]:
+        """Return the function that tells whether the limit is reached, counted from now."""
+        runs, seconds = search.runs + self.runs, time.process_time() + self.seconds
+        return lambda: search.runs >= runs or time.process_time() >= seconds
+
+
+LIMIT, SHORT_LIMIT = Limit(60, 35.0), Limit(6, 6.0)
+
+
+class Candidate(NamedTuple):
+    """A layout on so many nodes, and its bounds."""
+
+    choice: Choice
+    nodes: Nodes
+    bound: Bound
+
+
+class Found(NamedTuple):
+    """A layout that has been run dry."""
+
+    choice: Choice
+    nodes: Nodes
+    measured: Measured
+
+
+@dataclass
+class Search:
+    """A search for layouts of one run on a machine, and all that it has run dry.
+
+    tried: the layouts that a start would take, run dry; None: it refuses them.  told: gets a line before each dry run.
+    """
+
+    run: Run
+    vocab_size: int
+    hardware: Hardware
+    told: Callable[[str], None] = lambda line: None
+    tried: dict[tuple[Choice, Nodes], Measured | None] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> int:
+        """The number of layouts that have been run dry."""
+        return sum(measured is not None for measured in self.tried.values())
+
+    def candidates(self, nodes: Nodes, *, least: bool = False) -> list[Candidate]:
+        """Return all layouts on these nodes with their bounds; least: those alone that need little memory."""
+        bounds = Bounds(self.run, self.vocab_size, self.hardware, nodes)
+        found = (one for one in choices(self.run, nodes) if not least or _needs_little(one))
+        return [Candidate(choice, nodes, bounds.of(choice)) for choice in found]
+
+    def measured(self, choice: Choice, nodes: Nodes) -> Measured | None:
+        """Return what a layout takes; None if a start would refuse it."""
+        key = choice, nodes
+        if key not in self.tried:
+            wanted = legal(self.run, choice, nodes)
+            if wanted is not None:
+                self.told(f"run dry: {choice.describe()}, {nodes.describe()}")
+                job = DryJob(wanted.config, wanted.vocab_size, nodes, is_gpu=self.hardware.device == "cuda")
+                self.tried[key] = measure(job, self.hardware)
+            else:
+                self.tried[key] = None
+        return self.tried[key]
+
+    def with_memory(self, factor: float) -> "Search":
+        """Return the same search for devices with so many times the memory; what was run dry serves both."""
+        return replace(self, hardware=replace(self.hardware, memory_bytes=round(self.hardware.memory_bytes * factor)))
+
+
+class Outcome(NamedTuple):
+    """The fastest layouts that fit, the fastest first.  left: candidates whose bounds are below the last one's time."""
+
+    found: tuple[Found, ...]
+    left: int
+
+
+def fastest(search: Search, candidates: Iterable[Candidate], *, count: int = SHOWN, limit: Limit = LIMIT) -> Outcome:
+    """Return the `count` fastest layouts that fit, as far as the limit allows.
+
+    Layouts that round what they send are tried last: they are another training.
+    """
+    has = search.hardware.memory_bytes
+    inside = [one for one in candidates if one.bound.total <= has]
+    found: list[Found] = []
+    left = 0
+    end = limit.begin(search)
+    for rounds in (False, True):
+        left += _take(search, [one for one in inside if one.choice.rounds == rounds], found, count, end)
+    return Outcome(tuple(found[:count]), left)
+
+
+def _take(
+    search: Search, candidates: Sequence[Candidate], found: list[Found], count: int, is_over: Callable[[], bool]
+) -> int:
+    """Add layouts that fit to those found, which are kept in the order of their times; return how many are left."""
+    queue = [(one.bound.seconds, _saving(one.choice), number, one) for number, one in enumerate(candidates)]
+    heapq.heapify(queue)
+    fitting: dict[_Key, list[_Saving]] = defaultdict(list)
+    too_large: dict[_Key, list[_Saving]] = defaultdict(list)
+    while queue:
+        seconds, saving, _, one = queue[0]
+        if (len(found) >= count and seconds > found[count - 1].measured.seconds) or is_over():
+            break
+        heapq.heappop(queue)
+        key = _key(one)
+        if any(saving.covers(other) for other in fitting[key]) or any(map(saving.is_covered, too_large[key])):
+            continue
+        measured = search.measured(one.choice, one.nodes)
+        if measured is None:
+            continue
+        if measured.fits(search.hardware):
+            fitting[key].append(saving)
+            found.append(Found(*one[:2], measured))
+            found.sort(key=lambda each: each.measured.seconds)
+        else:
+            too_large[key].append(saving)
+    last = found[count - 1].measured.seconds if len(found) >= count else float("inf")
+    left = [one for seconds, _, _, one in queue if seconds <= last]
+    return sum(not any(_saving(one.choice).covers(other) for other in fitting[_key(one)]) for one in left)
+
+
+class _Saving(NamedTuple):
+    """What a layout saves of a device: the kinds of state elsewhere, and how far it recomputes."""
+
+    homes: int
+    recomputed: int
+
+    def covers(self, other: "_Saving") -> bool:
+        """Return True if the other one saves no more in any respect."""
+        return self.homes >= other.homes and self.recomputed >= other.recomputed
+
+    def is_covered(self, other: "_Saving") -> bool:
+        return other.covers(self)
+
+
+def _saving(choice: Choice) -> _Saving:
+    homes = (choice.offload_optimizer != "none") + (choice.offload_param != "none")
+    return _Saving(homes, ("none", "selective", "full").index(choice.recompute_granularity))
+
+
+_Key = tuple[Choice, Nodes]
+
+
+def _key(one: Candidate) -> _Key:
+    """Return what layouts have in common that differ in what they save alone."""
+    plain = one.choice._replace(offload_optimizer="none", offload_param="none", recompute_granularity="none")
+    return plain, one.nodes
+
+
+def _needs_little(choice: Choice) -> bool:
+    is_plain = choice.pipeline_schedule == "auto" and choice.num_layers_per_virtual_pipeline_stage is None
+    return choice.recompute_granularity == "full" and choice.micro_batch_size == 1 and is_plain and not choice.rounds
+
+
+def nearest(search: Search, candidates: Iterable[Candidate], given: Choice) -> Found | None:
+    """Return a layout that fits and differs least from the given one, of these the fastest; None if none was found."""
+    has = search.hardware.memory_bytes
+    near = sorted(
+        (one for one in candidates if one.bound.total <= has),
+        key=lambda one: (one.choice.rounds, one.choice.changes(given), one.bound.seconds),
+    )
+    is_over = SHORT_LIMIT.begin(search)
+    for one in near:
+        if is_over():
+            break
+        measured = search.measured(one.choice, one.nodes)
+        if measured is not None and measured.fits(search.hardware):
+            return Found(*one[:2], measured)
+    return None
+
+
+def smallest(search: Search, counts: Iterable[int]) -> Found | None:
+    """Return a layout that fits the fewest of these numbers of nodes; None if there is none.
+
+    A number is passed over if no layout's least memory fits, or none of the first tried, which need least.
+    """
+    has = search.hardware.memory_bytes
+    for count in counts:
+        nodes = Nodes((search.hardware.devices_per_node,) * count)
+        fitting = [one for one in search.candidates(nodes, least=True) if one.bound.total <= has]
+        fitting.sort(key=lambda one: (one.bound.total, one.bound.seconds))
+        is_over = SHORT_LIMIT.begin(search)
+        for one in fitting:
+            if is_over():
+                break
+            measured = search.measured(one.choice, one.nodes)
+            if measured is not None and measured.fits(search.hardware):
+                return Found(*one[:2], measured)
+    return None
+
+
+def node_counts(most: int) -> Iterator[int]:
+    """Yield numbers of nodes in growing steps: all up to 8, then about an eighth more each time, up to `most`."""
+    count = 1
+    while count <= most:
+        yield count
+        count += max(count // 8, 1)

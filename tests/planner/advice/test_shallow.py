@@ -1,0 +1,85 @@
+"""Tests that samples of few layers and micro-batches tell what the job itself takes when it is run dry."""
+
+import shlex
+
+import pytest
+from support.each import each
+
+from megazero.parallel.nodes import Nodes
+from megazero.planner.advice.shallow import PARTS, depths, measure, micro_batches
+from megazero.planner.dry_run import DryJob
+from megazero.planner.machines import MACHINES
+from megazero.planner.plan import make_plan
+from megazero.planner.predict import forecast_of
+from megazero.planner.words import read_run
+
+V100 = MACHINES["dgx2-v100"]
+
+
+def job_of(words: str, nodes: Nodes, *, wide: bool = False) -> DryJob:
+    """Return a job of layers of 50 million elements a rank; of 201 million in 16 parts, whole buckets, if wide."""
+    shape = "--hidden-size 8192 --num-attention-heads 64 --tensor-model-parallel-size 16"
+    fixed = (
+        "--seq-length 1024 --vocab-size 5000 --train-iters 5 --lr 1e-4 --eval-iters 0 --precision fp16"
+        " --sequence-parallel "
+        + (shape if wide else "--hidden-size 4096 --num-attention-heads 32 --tensor-model-parallel-size 4")
+    )
+    wanted = read_run(shlex.split(f"{fixed} {words}"), nodes)
+    return DryJob(wanted.config, wanted.vocab_size, nodes, is_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "wide"),
+    [
+        ("--num-layers 5 --zero-stage 1 --micro-batch-size 2 --global-batch-size 4", True),
+        (
+            "--num-layers 5 --zero-stage 2 --micro-batch-size 2 --global-batch-size 32 --recompute-granularity full",
+            False,
+        ),
+        (
+            "--num-layers 7 --zero-stage 1 --micro-batch-size 2 --global-batch-size 16"
+            " --pipeline-model-parallel-size 2 --pipeline-split 4,3",
+            False,
+        ),
+    ],
+    ids=["one micro-batch, whole buckets", "four", "a pipeline"],
+)
+def test_samples_tell_what_the_job_takes(words: str, wide: bool) -> None:
+    """A step of one micro-batch is a line over the layers where these are whole buckets; else it is near to one."""
+    job = job_of(words, Nodes((16,) * (1 + wide)), wide=wide)
+    found = measure(job, V100)
+    assert found.depth > 1
+    plan = make_plan(job, V100, parts=PARTS)
+    forecast = forecast_of(plan)
+    rank, part = plan.binding
+    need = plan.need(rank, part)
+    assert found.seconds == pytest.approx(forecast.step.seconds, rel=1e-5 if wide else 0.02)
+    # The allocator's segments are no line.
+    assert found.total == pytest.approx(need.total, rel=0.02)
+    tensors = found.total - found.memory["rounding and fragments"] - need.constants
+    assert tensors == pytest.approx(rank.parts[part].memory.peak_bytes, rel=1e-4 if wide else 0.01)
+    assert found.mfu == pytest.approx(forecast.mfu.value, rel=0.02)
+    assert found.tokens == forecast.tokens
+    assert found.seconds_on(V100) == found.seconds
+
+
+@each(
+    ("words", "split", "more"),
+    [
+        ("--num-layers 40", (1,), 39),
+        ("--num-layers 40 --zero-stage 3", (2,), 38),
+        ("--num-layers 2", (2,), 0),
+        ("--num-layers 41 --pipeline-model-parallel-size 4", (1, 2, 1, 1), 9),
+        ("--num-layers 40 --pipeline-model-parallel-size 4 --pipeline-split 10,12,12,6", (5, 7, 7, 1), 5),
+        ("--num-layers 40 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 5", (1,) * 8, 4),
+    ],
+)
+def test_every_chunk_loses_as_many_layers(words: str, split: tuple[int, ...], more: int) -> None:
+    job = job_of(f"{words} --micro-batch-size 1 --global-batch-size 16", Nodes((16,)))
+    found = depths(job.config, job.vocab_size)
+    whole = tuple(layers + found.more for layers in found.split)
+    assert sum(whole) == job.config.model.num_layers
+    if "virtual" not in words:
+        assert (found.split, found.more) == (split, more)
+    turn = 2
+    assert micro_batches(job.config, 8) == turn and micro_batches(job.config, 1) == 1
