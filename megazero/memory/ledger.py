@@ -89,6 +89,11 @@ class _Watch(TorchDispatchMode):
 
     show: Callable[[Any], None]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled while a ledger is kept, and torch's guard takes microseconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -173,6 +178,13 @@ class Ledger:
     def resized(self, tensor: Tensor) -> None:
         self._meet(tensor)
         self._check_limit()
+
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        """Measure a storage again that has changed its size without an operation."""
+        entry = self._live.get(storage._cdata)
+        if entry is not None:
+            self._measure(entry, storage)
+            self._check_limit()
 
     def elsewhere(self, tensor: Tensor, *, is_pinned: bool = False) -> None:
         storage = tensor.untyped_storage()
@@ -261,7 +273,10 @@ class Ledger:
         entry = self._live.get(storage._cdata)
         if entry is None:
             self._enter(tensor, storage, self._label_of_new())
-            return
+        else:
+            self._measure(entry, storage)
+
+    def _measure(self, entry: _Entry, storage: torch.UntypedStorage) -> None:
         if entry.label is None:
             return
         nbytes = self._occupied(storage)

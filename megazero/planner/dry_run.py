@@ -1,6 +1,6 @@
 """Runs one rank of a job dry: the real code of a run on tensors without values, over groups that send nothing.
 
-torch's fake tensors have shapes and no memory, so a rank of any size runs on a small machine; what it would allocate,
+Hollow tensors have no memory (`hollow.py`), so a rank of any size runs on a small machine; what it would allocate,
 compute, send and copy is recorded (`recorder.py`, `memory/ledger.py`).  The parts of a trace run one after the other:
 start-up, two steps, an evaluation and a save, the last two where the run has them.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.activations.recompute_plan import LOGITS_CHUNK_BYTES
 from megazero.checkpoint.engine_state import saved_fragments
@@ -23,9 +23,11 @@ from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import HostMemoryKind, StepMemory
+from megazero.model import initial_values
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.planner.allocator import ROUNDING, AllocatorModel, CachingAllocator, ExactAllocator
+from megazero.planner.hollow import Hollow
 from megazero.planner.kernels import kernels
 from megazero.planner.recorder import Recorder, RecordingTrace, SourceLine
 from megazero.planner.trace import Part, RankTrace
@@ -109,7 +111,8 @@ class DryRank:
         )
         self.recorder = Recorder(self.ledger, job.topology, rank, job.nodes, is_gpu=job.is_gpu)
         attention = kernels(is_gpu=job.is_gpu, attention=job.config.training.attention_backend)
-        for context in (FakeTensorMode(), self.ledger, self.recorder, attention):
+        undrawn = patch.object(initial_values, "_slices", lambda spec, seed: ())  # parameters have no initial values
+        for context in (Hollow(self.ledger.storage_resized), self.ledger, self.recorder, attention, undrawn):
             stack.enter_context(context)
         self.records: dict[Part, PartRecord] = {}
 

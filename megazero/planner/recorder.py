@@ -40,7 +40,6 @@ from megazero.planner.trace import (
     Where,
 )
 
-_DEVICE_READ = torch.ops.prim.device.default
 _TORCH = torch.__file__.removesuffix("__init__.py")
 _BACKWARD = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 _OWN = (__file__.removesuffix("recorder.py"), sys.modules[Ledger.__module__].__file__ or "")
@@ -74,12 +73,15 @@ class Recorder(TorchDispatchMode):
         self._action: Kind | None = None
         self._arriving: dict[int, int] = {}  # storages that a copy is on its way to, and the copy's number
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled in a dry run, and torch's guard takes longer than what is recorded."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is _DEVICE_READ:
-            return result
         self._lines.append(_line())
         call = self._operations.of_call(func, args, kwargs or {}, result)
         if call is not None:

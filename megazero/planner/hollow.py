@@ -1,0 +1,267 @@
+"""Hollow tensors: torch's own tensors on the CPU, whose storages lie at addresses that have no memory.
+
+In a `Hollow` context operations make tensors with a shape, a storage and an address, and without values.  What only
+looks at storages or makes views runs as it always does, so that views, sizes and addresses are those of real tensors.
+What would compute is not run: for every operator and form of its arguments torch's fake tensors say once what comes out
+(`FakeTensorMode`), and from then on a call makes that and no more.
+
+Addresses are of a range that is reserved in a process and never written, so that a storage may have terabytes.  It
+reads as zeros; what writes there beside torch's operators, as NumPy does, ends the process.
+"""
+
+import math
+import mmap
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Self
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# Bytes of addresses, of the 2^47 that a process mostly has; a system that refuses gives as much as it does.
+RESERVED_BYTES = 1 << 45
+_FEWEST_BYTES = 1 << 36
+_PAGE = 4096
+_CPU = torch.device("cpu")
+
+# Operators that make views without saying so.
+_VIEWS = frozenset(["_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"])
+
+_storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
+_swap: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-defined]
+
+
+class _Form(NamedTuple):
+    """The form of a tensor that an operator makes."""
+
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Manner(NamedTuple):
+    """How an operator is run.
+
+    is_run: it makes views, changes what a tensor looks like, or has no tensors; it runs as it is.  grows: that may need
+    more bytes.  needs_values: it runs where none of its tensors is hollow.  given: the arguments that it returns, by
+    their places, or by name if they are keywords; empty if it returns new tensors.
+    """
+
+    is_run: bool
+    grows: bool
+    needs_values: bool
+    given: tuple[int | str, ...]
+
+
+class _Block(weakref.ref[torch.UntypedStorage]):
+    """The addresses of a hollow storage, which the block does not keep alive."""
+
+    __slots__ = ("address", "key", "nbytes")
+
+    address: int
+    key: int
+    nbytes: int
+
+
+class Hollow(TorchDispatchMode):
+    """A dispatch mode in which tensors are hollow; modes that are entered later see the same operations.
+
+    resized: called with a hollow storage whose bytes have changed by `resize_` of the storage itself.
+    """
+
+    def __init__(self, resized: Callable[[torch.UntypedStorage], None] = lambda storage: None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._resized = resized
+        self._first = self._next = self._end = 0  # addresses; those before the next one have been given out
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # addresses given back, by their bytes
+        self._blocks: dict[int, _Block] = {}
+        self._manners: dict[Any, _Manner] = {}
+        self._results: dict[Any, Any] = {}  # by operator and forms of arguments, with a form for every tensor
+        self._fake = FakeTensorMode()
+        self._contexts = ExitStack()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled in a dry run, and torch's guard takes longer than most operations."""
+        return False
+
+    def __enter__(self) -> Self:
+        self._contexts.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resize_method()))
+        self._contexts.enter_context(patch.object(torch.UntypedStorage, "resizable", self._resizable_method()))
+        reserved = self._contexts.enter_context(_reserved())
+        self._first = self._next = int(np.frombuffer(reserved, np.uint8).ctypes.data)
+        self._end = self._first + len(reserved)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._contexts.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        manner = self._manners.get(func) or self._manners.setdefault(func, _manner(func))
+        if manner.grows:
+            self._grow(*args)
+        if manner.is_run or (manner.needs_values and not any(map(self._is_hollow, args))):
+            return func(*args, **(kwargs or {}))
+        key = func, _signature(args), _signature([*kwargs.items()]) if kwargs else None
+        try:
+            result = self._results[key]
+        except KeyError:
+            result = self._results[key] = self._result(func, args, kwargs or {})
+        if manner.given:
+            found = [(kwargs or {})[place] if isinstance(place, str) else args[place] for place in manner.given]
+            return found[0] if len(found) == 1 else tuple(found)
+        if type(result) is _Form:
+            return self._tensor(result)
+        if type(result) is list or type(result) is tuple:
+            return type(result)([self._tensor(one) if type(one) is _Form else one for one in result])
+        return result
+
+    def _result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator returns for arguments of these forms, with a form in place of every tensor."""
+        with self._fake:
+            given, named = tree_map_only(Tensor, _fake, (tuple(args), dict(kwargs)))
+            result = func(*given, **named)
+        before, after = tree_leaves((args, kwargs)), tree_leaves((given, named))
+        pairs = zip(before, after, strict=True)
+        if any(isinstance(one, Tensor) and one.shape != other.shape for one, other in pairs):
+            raise NotImplementedError(f"{func} changes the shape of what it is given, which no hollow tensor does")
+        return tree_map_only(Tensor, _form, result)
+
+    def _tensor(self, form: _Form) -> Tensor:
+        dtype, device, nbytes, offset, shape, strides = form
+        if device != _CPU:  # torch's meta tensors have no memory anyway
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        storage = _storage_at(self._take(nbytes), _CPU, nbytes)
+        block = _Block(storage, self._died)
+        block.key, block.nbytes, block.address = storage._cdata, nbytes, storage.data_ptr()
+        self._blocks[block.key] = block
+        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+
+    def _is_hollow(self, value: object) -> bool:
+        return isinstance(value, Tensor) and self._first <= value.data_ptr() < self._end
+
+    def _grow(self, tensor: Tensor, shape: Sequence[int] | Tensor, *_: object) -> None:
+        """Give the storage of a hollow tensor the bytes that another shape needs."""
+        numel = shape.numel() if isinstance(shape, Tensor) else math.prod(shape)
+        storage, nbytes = tensor.untyped_storage(), int(tensor.storage_offset() + numel) * tensor.element_size()
+        block = self._blocks.get(storage._cdata)
+        if block is not None and block.nbytes < nbytes:
+            self._move(storage, block, nbytes)
+
+    def _resize_method(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+        """Return `UntypedStorage.resize_` for both hollow and other storages."""
+        plain: Callable[[torch.UntypedStorage, int], torch.UntypedStorage] = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            block = self._blocks.get(storage._cdata)
+            if block is None:
+                return plain(storage, nbytes)
+            self._move(storage, block, nbytes)
+            self._resized(storage)
+            return storage
+
+        return resize_
+
+    def _resizable_method(self) -> Callable[[torch.UntypedStorage], bool]:
+        plain = torch.UntypedStorage.resizable
+        return lambda storage: storage._cdata in self._blocks or plain(storage)
+
+    def _move(self, storage: torch.UntypedStorage, block: _Block, nbytes: int) -> None:
+        """Let a storage lie at other addresses, of so many bytes; torch swaps storages if one of them is empty."""
+        self._give_back(block)
+        block.address, block.nbytes = self._take(nbytes), nbytes
+        for address, size in ((0, 0), (block.address, nbytes)):
+            _swap(storage, _storage_at(address, _CPU, size))
+
+    def _take(self, nbytes: int) -> int:
+        """Return an address with room for so many bytes; 0 for none."""
+        if not nbytes:
+            return 0
+        room = _pages(nbytes)
+        if self._free[room]:
+            return self._free[room].pop()
+        address, self._next = self._next, self._next + room
+        if self._next > self._end:
+            raise MemoryError(f"hollow tensors have {self._end - self._first} bytes of addresses (see ulimit -v)")
+        return address
+
+    def _give_back(self, block: _Block) -> None:
+        if block.nbytes:
+            self._free[_pages(block.nbytes)].append(block.address)
+
+    def _died(self, block: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(block, _Block)
+        del self._blocks[block.key]
+        self._give_back(block)
+
+
+def _reserved() -> mmap.mmap:
+    """Reserve addresses, as many as the system gives."""
+    nbytes = RESERVED_BYTES
+    while True:
+        try:
+            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        except OSError:
+            nbytes //= 2
+            if nbytes < _FEWEST_BYTES:
+                raise
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _manner(func: Any) -> _Manner:
+    """Return how an operator is run, by what its schema says of its arguments' memory."""
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    aliases = [result.alias_info for result in schema.returns]
+    is_view = name in _VIEWS or any(alias is not None and not alias.is_write for alias in aliases)
+    places = {
+        mark: argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+        for mark in argument.alias_info.before_set
+    }
+    given = tuple(places[mark] for alias in aliases if alias is not None and not is_view for mark in alias.before_set)
+    assert not given or len(given) == len(aliases), f"{func} returns both new tensors and given ones"
+    return _Manner(
+        is_run=is_view or torch.Tag.inplace_view in func.tags or func.namespace == "profiler",
+        grows=name in ("resize_", "resize_as_"),
+        needs_values=torch.Tag.data_dependent_output in func.tags,
+        given=given,
+    )
+
+
+def _signature(value: Any) -> Any:
+    """Return what the form of a result depends on."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.is_meta, value.shape, value.stride()
+    if isinstance(value, (tuple, list)):
+        return tuple([_signature(one) for one in value])
+    return (type(value), value) if isinstance(value, (bool, float)) else value  # 1 == 1.0 == True
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    """Return a fake tensor of the same form, inside the mode of fake tensors."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _form(tensor: Tensor) -> _Form:
+    nbytes = tensor.untyped_storage().nbytes()
+    offset, shape, strides = int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+    return _Form(tensor.dtype, tensor.device, nbytes, offset, shape, strides)
