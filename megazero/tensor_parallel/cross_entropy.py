@@ -25,6 +25,9 @@ from megazero.comm.interface import Communicator
 from megazero.tensor_parallel.compiler import compiled
 
 
+_LARGEST_BLOCK, _SMALLEST_BLOCK = 1024, 64  # columns
+
+
 class Labels(NamedTuple):
     """The labels of m tokens: ids in the whole vocabulary [m]; token_weights: what each counts, 1 if None."""
 
@@ -81,7 +84,8 @@ class FusedSoftmax:
 
     def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
         local = _VocabRange.of(logits, labels, communicator.rank)
-        peak, local_peak, total = self._peak_and_total(logits, local)
+        logits[:, local.num_real :] = -torch.inf  # so that no pass over the logits compares columns
+        peak, local_peak, total = self._peak_and_total(logits)
         communicator.all_reduce(peak, "max").wait()
         sums = self._sums(logits, peak, local_peak, total, labels.ids, local)
         communicator.all_reduce(sums).wait()
@@ -109,15 +113,32 @@ class _VocabRange(NamedTuple):
         return column, (ids >= self.start) & (ids < self.start + self.num_real)
 
 
-def _peak_and_total(logits: Tensor, local: _VocabRange) -> tuple[Tensor, Tensor, Tensor]:
+def _peak_and_total(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the peak of every token's logits here [m], twice, since an all-reduce overwrites one, and the sum of exp.
 
-    On a GPU torch's compiler makes one pass over the logits of it, whose pattern it recognises as it is written here.
+    First come the peak and the sum of every block of columns, since a GPU has more to do at once then, and reads the
+    logits once.
     """
-    x = _real(logits, local)
-    peak = x.amax(dim=1, keepdim=True)
-    total = (x - peak).exp().sum(dim=1, keepdim=True)
-    return peak.squeeze(1), peak.squeeze(1).clone(), total.squeeze(1)
+    blocks = logits.to(_loss_dtype(logits)).unflatten(1, (-1, _block_width(logits.shape[1])))
+    peaks = blocks.amax(dim=2)
+    totals = (blocks - _finite(peaks).unsqueeze(2)).exp().sum(dim=2)
+    peak = peaks.amax(dim=1)
+    total = (totals * (peaks - _finite(peak).unsqueeze(1)).exp()).sum(dim=1)
+    return peak, peak.clone(), total
+
+
+def _finite(peak: Tensor) -> Tensor:
+    """Return the peak, and 0 for minus infinity, from which no distance is a number."""
+    return torch.where(peak == -torch.inf, 0.0, peak)
+
+
+def _block_width(width: int) -> int:
+    """Return the columns of a block: a divisor of width that fills most of the power of two that a kernel takes.
+
+    It is at most what a kernel of torch's compiler reduces without a loop, or else the whole width.
+    """
+    fitting = (d for d in range(min(width, _LARGEST_BLOCK), _SMALLEST_BLOCK - 1, -1) if width % d == 0)
+    return next((d for d in fitting if 4 * d > 3 << (d - 1).bit_length()), width)
 
 
 def _sums(logits: Tensor, peak: Tensor, local_peak: Tensor, total: Tensor, ids: Tensor, local: _VocabRange) -> Tensor:
@@ -132,20 +153,12 @@ def _sums(logits: Tensor, peak: Tensor, local_peak: Tensor, total: Tensor, ids: 
 def _gradient(
     logits: Tensor, peak: Tensor, sums: Tensor, ids: Tensor, token_weights: Tensor | None, local: _VocabRange
 ) -> None:
-    softmax = (_real(logits, local) - peak.unsqueeze(1)).exp() / sums[0].unsqueeze(1)
+    softmax = (logits.to(_loss_dtype(logits)) - peak.unsqueeze(1)).exp() / sums[0].unsqueeze(1)
     column, is_here = local.columns(ids)
-    is_label = (_columns_of(logits) == column.unsqueeze(1)) & is_here.unsqueeze(1)
+    columns = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0)
+    is_label = (columns == column.unsqueeze(1)) & is_here.unsqueeze(1)
     gradient = softmax - is_label.to(softmax.dtype)
     logits.copy_(gradient if token_weights is None else gradient * token_weights.unsqueeze(1))
-
-
-def _real(logits: Tensor, local: _VocabRange) -> Tensor:
-    """Return logits in the loss's dtype, with minus infinity for padding."""
-    return logits.to(_loss_dtype(logits)).masked_fill(_columns_of(logits) >= local.num_real, -torch.inf)
-
-
-def _columns_of(logits: Tensor) -> Tensor:
-    return torch.arange(logits.shape[1], device=logits.device).unsqueeze(0)
 
 
 def _loss_dtype(logits: Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.model.compiled import lacking
-from megazero.tensor_parallel.cross_entropy import FusedSoftmax, InPlaceSoftmax, Labels, Softmax
+from megazero.tensor_parallel.cross_entropy import FusedSoftmax, InPlaceSoftmax, Labels, Softmax, _block_width
 
 TOKENS, PADDED, REAL = 7, 12, 9
 LACKING = lacking(torch.device("cpu"))
@@ -101,6 +101,27 @@ def test_any_rank_may_hold_the_peak_or_only_padding(size: int, real: int, kind: 
         torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=1e-12)
     whole = torch.cat([gradient for _, gradient in results], dim=1)
     torch.testing.assert_close(whole, expected_gradient, rtol=1e-12, atol=1e-12)
+
+
+@each("real", [1536, 1400, 1000, 511])
+def test_blocks_of_columns_have_the_sums_of_the_whole(real: int) -> None:
+    """Three blocks of 512 columns, of which the last, or the last two, may be padding alone."""
+    assert _block_width(1536) == 512
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(TOKENS, 1536, generator=generator, dtype=torch.float64) * 20
+    logits[3] -= 1e4
+    labels = torch.randint(real, (TOKENS,), generator=generator)
+    expected_losses, expected_gradient = plain(logits.clone(), labels, None, real=real)
+    softmax = FusedSoftmax(compile=False)
+    losses, differentiate = softmax.losses(logits, Labels(labels, None, real), LocalCommunicator())
+    differentiate()
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logits, expected_gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_a_block_fills_most_of_a_power_of_two() -> None:
+    widths = {50304: 786, 50257: 50257, 128256: 1002, 32000: 1000, 25152: 786, 1024: 1024, 768: 256, 97: 97, 12: 12}
+    assert {width: _block_width(width) for width in widths} == widths
 
 
 @pytest.mark.parametrize("kind", ["in place", "fused, plain"])
