@@ -25,10 +25,17 @@ Configured = FusedAdamW | Lamb | Adafactor | Elementwise
 _KERNEL_PARAMS = {"betas", "eps", "weight_decay"}
 
 
-def make_optimizer(choice: OptimizerChoice, model: nn.Module, decoupled: frozenset[str] = frozenset()) -> Configured:
+def make_optimizer(
+    choice: OptimizerChoice,
+    model: nn.Module,
+    decoupled: frozenset[str] = frozenset(),
+    *,
+    compile: Callable[[Callable[..., None]], Callable[..., None]] | None = None,
+) -> Configured:
     """Make AdamW with the fused kernel, LAMB, Adafactor, or a torch optimizer, with the choice's param groups.
 
     decoupled: names of parameters with weight decay that have a param group, and a learning rate, of their own.
+    compile: what compiles AdamW for GPUs.
     """
     grouping = Grouping(decoupled, choice.param_groups)
     table = OPTIMIZERS[choice.type].params
@@ -38,7 +45,8 @@ def make_optimizer(choice: OptimizerChoice, model: nn.Module, decoupled: frozens
     if choice.type == "AdamW" and not {name for name in params.keys() - _KERNEL_PARAMS if params[name]}:
         # Not by a torch optimizer: to make one would import torch._dynamo, which takes a second.
         beta1, beta2 = params["betas"]
-        return FusedAdamW(AdamWSettings(beta1, beta2, params["eps"], params["weight_decay"]), grouping)
+        settings = AdamWSettings(beta1, beta2, params["eps"], params["weight_decay"])
+        return FusedAdamW(settings, grouping, compile=compile)
     decays = grouping.weight_decays(params.get("weight_decay", 0.0))
     members: list[list[nn.Parameter]] = [[] for _ in decays]
     for spec, parameter in named_specs(model):

@@ -25,13 +25,14 @@ SEARCH: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def compiled(function: Callable[..., Any], *, searches: bool = False) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], *, searches: bool = False, has_one_shape: bool = True) -> Callable[..., Any]:
     """Compile the function as one graph (a graph break is an error) for one shape, since training has no other.
 
     searches: times several kernels for every piece on the GPU and takes the fastest.
+    has_one_shape: False for a function that is called with runs of all lengths, which have one graph together.
     """
     options = dict(SEARCH) if searches else None
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=_inductor, options=options)
+    return torch.compile(function, fullgraph=True, dynamic=not has_one_shape, backend=_inductor, options=options)
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Any:

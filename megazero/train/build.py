@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ from megazero.rules.adapters import ADAPTERS_HAVE_A_BASE, RANDOM_BASE
 from megazero.rules.optimizer import optimizer_choice
 from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.adapters import is_adapters
+from megazero.tensor_parallel.compiler import compiled as compiled_function
 from megazero.tensor_parallel.deferred import DeferredGradients
 from megazero.tensor_parallel.float8 import AS_WRITTEN, Float8Products, float8_products
 from megazero.tensor_parallel.float8_scales import PROGRESS_KEY as SCALES_KEY
@@ -202,7 +204,7 @@ def build_components(
     )
     if compiles and not tp.within_compiled and config.precision.accumulate_allreduce_grads_in_fp32:
         mark_alone(parameters_of_parts(model))  # torch compiles nothing that reads a bf16 tensor with an fp32 `.grad`
-    engine = _build_engine(config, model, mesh, buffers, ledger, timers)
+    engine = _build_engine(config, model, mesh, buffers, ledger, timers, compiles=compiles)
     searches = config.training.compile == "max"
     compiled = compile_blocks(model, as_a_whole=tp.within_compiled, searches=searches) if compiles else None
     weights = _quantised_weights(config, model, engine, compiles=compiles)
@@ -309,14 +311,26 @@ def _num_positions(config: RunConfig, mesh: Mesh) -> int:
 
 
 def _build_engine(
-    config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger, timers: Timers
+    config: RunConfig,
+    model: GPT,
+    mesh: Mesh,
+    buffers: FusedBuffers,
+    ledger: AnyLedger,
+    timers: Timers,
+    *,
+    compiles: bool,
 ) -> Engine:
     choice = optimizer_choice(config.optimizer)
     names = _all_parameters(config, model) if mesh.topology.pp > 1 else ()
     check_param_groups(config, model.vocab_size)
     settings = EngineSettings(
         config.zero,
-        make_optimizer(choice, model, frozenset() if config.optimizer.decoupled_lr is None else INPUT_AND_OUTPUT),
+        make_optimizer(
+            choice,
+            model,
+            frozenset() if config.optimizer.decoupled_lr is None else INPUT_AND_OUTPUT,
+            compile=partial(compiled_function, has_one_shape=False) if compiles else None,
+        ),
         lambda spec, parameter: initial_value(spec, config.training.seed, like=parameter),
         ledger,
         parameter_names=names,

@@ -1,6 +1,8 @@
 """Tests AdamW on flat runs against torch.optim.AdamW, and that a skipped step changes nothing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +11,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.model.compiled import lacking
 from megazero.optim import inner
 from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs, advance
 from megazero.parallel.param_spec import ParamSpec
+from megazero.tensor_parallel.compiler import compiled
 
+LACKING = lacking(torch.device("cpu"))
 SETTINGS = AdamWSettings(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
 NUMEL = {True: 11, False: 5}  # elements of the decayed run and of the other one
 RATES = (3e-2, 1e-2, 0.0, 5e-3, 2e-2)
@@ -39,15 +44,18 @@ class Flat:
         pool = FusedBuffers(max(NUMEL.values()) * dtype.itemsize, torch.device("cpu"))
         return cls(values, torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype), torch.zeros(()), pool)
 
-    def update(self, gradient: Tensor, inputs: StepInputs) -> None:
-        """Take one optimizer step over both runs."""
+    def update(self, gradient: Tensor, inputs: StepInputs, by: Callable[..., None] | None = None) -> None:
+        """Take one optimizer step over both runs; by: a function in place of torch's fused kernel."""
         advance(self.step, inputs)
         inputs = inputs.for_masters(self.master.dtype)
         optimizer = FusedAdamW(SETTINGS)
         for decay, part in self.parts().items():
             moments = {"exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
             run = Run(self.master[part], gradient[part], moments, optimizer.group_of(spec(decay), nn.Parameter()))
-            optimizer.update(0, run, self.step, inputs, buffers=self.pool)
+            if by is None:
+                optimizer.update(0, run, self.step, inputs, buffers=self.pool)
+            else:
+                inner.in_one_pass(by, run, self.step, inputs, optimizer.groups[run.group], inputs.lr or 0.0)
 
     @staticmethod
     def parts() -> dict[bool, slice]:
@@ -93,14 +101,61 @@ def torch_adamw(start: Tensor, grads: list[Tensor], factor: float) -> tuple[Tens
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 2e-6)], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 0.125])
 @pytest.mark.parametrize("found_inf", [None, 0.0])
-def test_steps_equal_torchs(dtype: torch.dtype, rtol: float, factor: float, found_inf: float | None) -> None:
+@pytest.mark.parametrize("by", [None, inner.adamw], ids=["the kernel", "in one pass"])
+def test_steps_equal_torchs(
+    dtype: torch.dtype, rtol: float, factor: float, found_inf: float | None, by: Callable[..., None] | None
+) -> None:
     flat, grads = Flat.start(dtype), gradients(dtype)
     expected = torch_adamw(flat.master.clone(), grads, factor)
     for rate, gradient in zip(RATES, grads, strict=True):
-        flat.update(gradient, inputs(rate, factor, found_inf))
+        flat.update(gradient, inputs(rate, factor, found_inf), by)
     for ours, theirs in zip((flat.master, flat.exp_avg, flat.exp_avg_sq), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol)
     assert flat.step.item() == len(RATES)
+
+
+def test_one_pass_skips_a_step_and_takes_narrow_gradients() -> None:
+    flat, narrow = Flat.start(torch.float32), gradients(torch.bfloat16)
+    expected, _, _ = torch_adamw(flat.master.clone(), [gradient.float() for gradient in narrow], 2.0**-16)
+    for rate, gradient in zip(RATES, narrow, strict=True):
+        flat.update(gradient, inputs(rate, 2.0**-16, 0.0), inner.adamw)
+        before = flat.copies()
+        flat.update(torch.full_like(gradient, torch.inf), inputs(rate, 1.0, 1.0), inner.adamw)
+        assert all(torch.equal(a, b) for a, b in zip(flat.copies(), before, strict=True))
+    torch.testing.assert_close(flat.master, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")
+def test_runs_of_all_lengths_and_rates_are_one_graph() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    function, flat = compiled(inner.adamw, has_one_shape=False), Flat.start(torch.float32)
+    grads = gradients(torch.bfloat16)
+    expected, _, _ = torch_adamw(flat.master.clone(), [gradient.float() for gradient in grads], 0.5)
+    for rate, gradient in zip(RATES, grads, strict=True):
+        flat.update(gradient, inputs(rate, 0.5), function)
+    torch.testing.assert_close(flat.master, expected, rtol=2e-6, atol=2e-6)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.cuda
+def test_a_gpu_updates_by_either_kernel() -> None:
+    device = torch.device("cuda")
+    found = []
+    for compile in (None, partial(compiled, has_one_shape=False)):
+        optimizer = FusedAdamW(SETTINGS, compile=compile)
+        flat, step = Flat.start(torch.float32), torch.zeros((), device=device)
+        master, first, second = (tensor.to(device) for tensor in (flat.master, flat.exp_avg, flat.exp_avg_sq))
+        pool = FusedBuffers(master.nbytes, device)
+        for rate, gradient in zip(RATES, gradients(torch.bfloat16), strict=True):
+            given = inputs(rate, 0.5).to(device)
+            advance(step, given)
+            run = Run(master, gradient.to(device), {"exp_avg": first, "exp_avg_sq": second}, 0)
+            optimizer.update(0, run, step, given.for_masters(torch.float32), buffers=pool)
+        found.append((master, first, second))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
