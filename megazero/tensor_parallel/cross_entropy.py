@@ -24,7 +24,6 @@ from torch import Tensor
 from megazero.comm.interface import Communicator
 from megazero.tensor_parallel.compiler import compiled
 
-
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 1024, 64  # columns
 
 
@@ -119,7 +118,8 @@ def _peak_and_total(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     First come the peak and the sum of every block of columns, since a GPU has more to do at once then, and reads the
     logits once.
     """
-    blocks = logits.to(_loss_dtype(logits)).unflatten(1, (-1, _block_width(logits.shape[1])))
+    num_tokens, width = logits.shape
+    blocks = logits.to(_loss_dtype(logits)).view(num_tokens, -1, _block_width(width))
     peaks = blocks.amax(dim=2)
     totals = (blocks - _finite(peaks).unsqueeze(2)).exp().sum(dim=2)
     peak = peaks.amax(dim=1)
