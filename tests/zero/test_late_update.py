@@ -45,9 +45,10 @@ def late(corpus: str) -> History:
 def train_late(rank: int, cell: Cell, prefix: str) -> Outcome:
     folder = {"nvme_path": str(Path(prefix).parent)} if "nvme" in cell.settings.values() else {}
     update = FusedAdamW.update
+    pause = 0.002 if folder else 0.01  # states in files are updated in many small parts
 
     def slow(*args: Any, **options: Any) -> None:
-        time.sleep(0.002)  # so that the next backward reaches its buckets first
+        time.sleep(pause)  # so that the next backward reaches its buckets first
         update(*args, **options)
 
     with late_copies(), patch.object(FusedAdamW, "update", slow):
