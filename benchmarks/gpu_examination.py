@@ -146,7 +146,7 @@ class Examination:
             elif phase.runs == TOGETHER and phase is together[0]:
                 self._run_in_turn(together, scratch)
         for under_way in beside:
-            self._finish(under_way, self._left())
+            self._finish(under_way, time.monotonic() - under_way.began + self._left())
 
     def _run_in_turn(self, phases: Sequence[Phase], scratch: Path) -> None:
         """Run these phases at the same time, each at most until its limit or the end of the examination."""
@@ -156,7 +156,7 @@ class Examination:
         for under_way in [self._start(phase, scratch) for phase in phases]:
             # A toy model on a busy CPU takes longer than the real one on a GPU.
             limit = under_way.phase.limit * (1 if self._device == "cuda" else 5)
-            self._finish(under_way, min(limit, self._left()))
+            self._finish(under_way, min(limit, time.monotonic() - under_way.began + self._left()))
 
     def _left(self) -> float:
         return self._seconds - (time.monotonic() - self._began)
