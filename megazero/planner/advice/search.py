@@ -1,13 +1,12 @@
 """The search for the fastest layouts that fit: bounds put all in an order, and dry runs try them until ten are found.
 
-Layouts are taken by their least seconds; one whose least memory is more than the machine has is left out.  Of layouts
-that differ in nothing but recomputation and the homes of states, those that save more are slower, so that they are
-tried only where others do not fit.  The search ends where the next bound is above the tenth time found: then no other
-layout is faster.  It also ends after a number of dry runs, or of seconds, and says how
-many layouts it has left.
+Layouts are taken by their least seconds, times how far bounds of their kind were off so far; one whose least memory is
+more than the machine has is left out.  Of layouts that differ in nothing but recomputation and the homes of states,
+those that save more are slower, so that they are tried only where others do not fit.  The search ends where no bound
+is below the tenth time found: then no other layout is faster.  It also ends after a number of dry runs, or of seconds,
+and says how many layouts it has left.
 """
 
-import heapq
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,34 +118,70 @@ def fastest(search: Search, candidates: Iterable[Candidate], *, count: int = SHO
     return Outcome(tuple(found[:count]), left)
 
 
+class _Entry(NamedTuple):
+    """A candidate in a search.
+
+    key: what it has in common with those that differ from it in what they save alone.  kind: those for which bounds are
+    off alike.
+    """
+
+    one: Candidate
+    key: tuple[Choice, int]
+    saving: "_Saving"
+    kind: tuple[object, ...]
+
+
+def _entry(one: Candidate) -> _Entry:
+    choice = one.choice
+    plain = choice._replace(offload_optimizer="none", offload_param="none", recompute_granularity="none")
+    stages, chunks = choice.pipeline_model_parallel_size > 1, choice.num_layers_per_virtual_pipeline_stage
+    whole = choice.mics_shard_size > 0, choice.zero_hpz_partition_size > 1
+    kind = (stages, chunks is None, *whole, choice[3], choice[5], *choice[8:13])
+    return _Entry(one, (plain, one.nodes.count), _saving(choice), kind)
+
+
 def _take(
     search: Search, candidates: Sequence[Candidate], found: list[Found], count: int, is_over: Callable[[], bool]
 ) -> int:
     """Add layouts that fit to those found, which are kept in the order of their times; return how many are left."""
-    queue = [(one.bound.seconds, _saving(one.choice), number, one) for number, one in enumerate(candidates)]
-    heapq.heapify(queue)
-    fitting: dict[_Key, list[_Saving]] = defaultdict(list)
-    too_large: dict[_Key, list[_Saving]] = defaultdict(list)
-    while queue:
-        seconds, saving, _, one = queue[0]
-        if (len(found) >= count and seconds > found[count - 1].measured.seconds) or is_over():
-            break
-        heapq.heappop(queue)
-        key = _key(one)
-        if any(saving.covers(other) for other in fitting[key]) or any(map(saving.is_covered, too_large[key])):
-            continue
+    has = search.hardware.memory_bytes
+    off: dict[tuple[object, ...], tuple[float, float]] = {}  # measured seconds and bytes by those of the bound
+    fitting: dict[tuple[Choice, int], list[_Saving]] = defaultdict(list)
+    too_large: dict[tuple[Choice, int], list[_Saving]] = defaultdict(list)
+    left = [_entry(one) for one in candidates]
+
+    def is_settled(each: _Entry) -> bool:
+        """Return True if a layout that saves no more fits, or one that saves no less does not."""
+        return any(each.saving.covers(other) for other in fitting.get(each.key, ())) or any(
+            other.covers(each.saving) for other in too_large.get(each.key, ())
+        )
+
+    def order(each: _Entry) -> tuple[bool, float, _Saving]:
+        """Return the key by which layouts are tried: those expected to fit first, by their expected times."""
+        bound, (seconds, total) = each.one.bound, off.get(each.kind, (1.0, 1.0))
+        return bound.total * total > has, bound.seconds * seconds, each.saving
+
+    while True:
+        last = found[count - 1].measured.seconds if len(found) >= count else float("inf")
+        left = [each for each in left if each.one.bound.seconds <= last and not is_settled(each)]
+        if not left or is_over():
+            return len(left)
+        entry = min(left, key=order)
+        left.remove(entry)
+        one = entry.one
         measured = search.measured(one.choice, one.nodes)
         if measured is None:
             continue
-        if measured.fits(search.hardware):
-            fitting[key].append(saving)
-            found.append(Found(*one[:2], measured))
-            found.sort(key=lambda each: each.measured.seconds)
-        else:
-            too_large[key].append(saving)
-    last = found[count - 1].measured.seconds if len(found) >= count else float("inf")
-    left = [one for seconds, _, _, one in queue if seconds <= last]
-    return sum(not any(_saving(one.choice).covers(other) for other in fitting[_key(one)]) for one in left)
+        off[entry.kind] = measured.seconds / one.bound.seconds, measured.total / max(one.bound.total, 1)
+        if not measured.fits(search.hardware):
+            too_large[entry.key].append(entry.saving)
+            continue
+        fitting[entry.key].append(entry.saving)
+        mates = [_entry(Candidate(*each[:2], one.bound)) for each in found]
+        needless = [mate.key == entry.key and mate.saving.covers(entry.saving) for mate in mates]
+        found[:] = [each for each, is_needless in zip(found, needless, strict=True) if not is_needless]
+        found.append(Found(*one[:2], measured))
+        found.sort(key=lambda each: each.measured.seconds)
 
 
 class _Saving(NamedTuple):
@@ -159,22 +194,10 @@ class _Saving(NamedTuple):
         """Return True if the other one saves no more in any respect."""
         return self.homes >= other.homes and self.recomputed >= other.recomputed
 
-    def is_covered(self, other: "_Saving") -> bool:
-        return other.covers(self)
-
 
 def _saving(choice: Choice) -> _Saving:
     homes = (choice.offload_optimizer != "none") + (choice.offload_param != "none")
     return _Saving(homes, ("none", "selective", "full").index(choice.recompute_granularity))
-
-
-_Key = tuple[Choice, Nodes]
-
-
-def _key(one: Candidate) -> _Key:
-    """Return what layouts have in common that differ in what they save alone."""
-    plain = one.choice._replace(offload_optimizer="none", offload_param="none", recompute_granularity="none")
-    return plain, one.nodes
 
 
 def _needs_little(choice: Choice) -> bool:
@@ -205,14 +228,14 @@ def smallest(search: Search, counts: Iterable[int]) -> Found | None:
     A number is passed over if no layout's least memory fits, or none of the first tried, which need least.
     """
     has = search.hardware.memory_bytes
+    is_over = SHORT_LIMIT.begin(search)
     for count in counts:
         nodes = Nodes((search.hardware.devices_per_node,) * count)
         fitting = [one for one in search.candidates(nodes, least=True) if one.bound.total <= has]
         fitting.sort(key=lambda one: (one.bound.total, one.bound.seconds))
-        is_over = SHORT_LIMIT.begin(search)
-        for one in fitting:
+        for one in fitting[:2]:
             if is_over():
-                break
+                return None
             measured = search.measured(one.choice, one.nodes)
             if measured is not None and measured.fits(search.hardware):
                 return Found(*one[:2], measured)
