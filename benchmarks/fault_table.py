@@ -609,8 +609,8 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "planner/advice/search.py",
         "a search ends with as many layouts as it shows, whatever the bounds of the others",
-        "seconds > found[count - 1].measured.seconds) or is_over()",
-        "seconds > 0) or is_over()",
+        "each.one.bound.seconds <= last and not is_settled(each)",
+        'last == float("inf") and not is_settled(each)',
         ("tests/planner/advice/test_search.py",),
     ),
     Fault(

@@ -121,18 +121,18 @@ def main(words: Sequence[str]) -> int:
         _page(story, output)
     elif as_json:
         beside = {} if run is None else {"compared": [asdict(row) for row in rows]}
-        console.line(json.dumps({**plan.to_json(), "time": forecast.to_json(), **beside}, indent=1))
+        near = {} if plan.fits else {"nearest": _nearest(own, wanted, hardware)[1]}
+        console.line(json.dumps({**plan.to_json(), "time": forecast.to_json(), **beside, **near}, indent=1))
     else:
         for line in (*forecast.lines(), "", *(side_by_side(rows) if rows else ()), "", *lines(plan)):
             console.line(line)
-        if not plan.fits:
-            _remedy(own, wanted, hardware)
+        for line in () if plan.fits else _nearest(own, wanted, hardware)[0]:
+            console.line(line)
     return 0 if plan.fits else 1
 
 
 def _advise(own: Words, hardware: Hardware, *, as_json: bool) -> int:
     """Search layouts and print the fastest that fit."""
-
     all_nodes = nodes_of(own.values, hardware)
     nodes = nodes_left(own.values, all_nodes)
     run = read(own.rest, sum(all_nodes.ranks_per_node))
@@ -152,17 +152,19 @@ def _advise(own: Words, hardware: Hardware, *, as_json: bool) -> int:
     return 0 if advice.fits else 1
 
 
-def _remedy(own: Words, wanted: Wanted, hardware: Hardware) -> None:
-    """Print the nearest layout that fits."""
-    from megazero.planner.advice.advise import remedies
+def _nearest(own: Words, wanted: Wanted, hardware: Hardware) -> tuple[Sequence[str], object]:
+    """Return the layout nearest to one that does not fit, as text and for JSON."""
+    from megazero.planner.advice.advise import found_to_json, remedies
     from megazero.planner.advice.search import Search
     from megazero.planner.advice.show import remedy
 
-    if "--deepspeed-config" in " ".join(own.rest):
-        return
-    search = Search(read(own.rest, sum(wanted.nodes.ranks_per_node)), wanted.vocab_size, hardware)
-    for line in remedy(search, remedies(search, search.candidates(wanted.nodes), wanted.nodes)[1]):
-        Console().line(line)
+    try:
+        run = read(own.rest, sum(wanted.nodes.ranks_per_node))
+    except ConfigError:  # a DeepSpeed configuration has the layout
+        return (), None
+    search = Search(run, wanted.vocab_size, hardware)
+    near = remedies(search, search.candidates(wanted.nodes), wanted.nodes)[1]
+    return tuple(remedy(search, near)), None if near is None else found_to_json(search, near)
 
 
 def _page(story: "PageStory", output: Path | None) -> None:
