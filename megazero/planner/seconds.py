@@ -4,7 +4,7 @@ A stage without a trace of its own does what the middle one does, in the order o
 events are cut where a pipeline action begins, and the pieces are put into the other order.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
@@ -12,7 +12,18 @@ from typing import NamedTuple
 from megazero.comm.mesh import ACTIVATIONS, GRADIENTS
 from megazero.planner.costs import collective_seconds, copy_seconds, file_seconds, group_of, kernel_seconds
 from megazero.planner.hardware import Hardware
-from megazero.planner.timeline import BETWEEN_STAGES, Enter, HostWork, Send, StageTime, Step, Wait, merged, simulate
+from megazero.planner.timeline import (
+    BETWEEN_STAGES,
+    Enter,
+    HostWork,
+    Send,
+    StageTime,
+    Step,
+    Wait,
+    Work,
+    merged,
+    simulate,
+)
 from megazero.planner.trace import (
     Begin,
     Compute,
@@ -28,9 +39,10 @@ from megazero.planner.trace import (
 )
 from megazero.planner.trace import Wait as TraceWait
 
-# The order of a stage's computations: (kind's letter, micro-batch, chunk), as `Begin` has them.
-Order = Callable[[int], Sequence[tuple[str, int, int]]]
-_Numbered = tuple[int, Event]
+# An action is a kind's letter, micro-batch and chunk, as `Begin` has them; an order has a stage's computations.
+_Action = tuple[str, int, int]
+Order = Callable[[int], Sequence[_Action]]
+_Item = tuple[int, Event | Work | Enter]  # an event with its number, or a step of any stage
 _AFTER_ACTIONS: tuple[Phase, ...] = ("reduce", "update")
 _COMPILED: tuple[Phase, ...] = ("forward", "recompute", "backward")
 
@@ -157,7 +169,7 @@ def step_time(
     # Where processes share cores, one that waits leaves them to the others: the speed that fits the share that works.
     for _ in range(1 if hardware.speed(1) == 1.0 else 4):
         costs = _Costs(_at_speed(hardware, speed), fuses=fuses)
-        steps = [_steps_of(job, stage, costs, hardware, order, part) for stage in range(job.stages)]
+        steps = _steps_of(job, costs, hardware, order, part)
         found = simulate(steps, asynchronous=hardware.is_asynchronous, overlap_cost=hardware.overlap_cost, draws=draws)
         end = max(stage.end for stage in found)
         working = sum(stage.busy_seconds + stage.waits["host"] for stage in found) / end / len(found) if end else 1.0
@@ -177,71 +189,104 @@ def _at_speed(hardware: Hardware, speed: float) -> Hardware:
     )
 
 
-def _steps_of(job: JobTrace, stage: int, costs: _Costs, hardware: Hardware, order: Order, part: Part) -> list[Step]:
-    """Return the steps of one stage."""
-    trace = job.of_stage(stage)
-    events: Sequence[_Numbered] = list(enumerate(trace.parts[part]))
-    if trace.coordinates["pp"] != stage:
-        events = _reordered(events, order(stage))
-    maker = _Maker(job, trace, stage, costs, hardware)
-    return list(maker.steps(events))
+def _steps_of(job: JobTrace, costs: _Costs, hardware: Hardware, order: Order, part: Part) -> Iterator[Iterator[Step]]:
+    """Yield the steps of every stage; those without a trace of their own take the middle one's in their own order."""
+    items = {trace.rank: _items(trace.parts[part], costs) for trace in job.ranks}
+    pieces = {rank: _Pieces.of(own) for rank, own in items.items()}
+    for stage in range(job.stages):
+        trace = job.of_stage(stage)
+        is_own = trace.coordinates["pp"] == stage
+        own = items[trace.rank] if is_own else pieces[trace.rank].in_order(order(stage))
+        yield _Maker(job, trace, stage, costs, hardware).steps(own)
 
 
-class _Piece(NamedTuple):
-    """The events of one action: the receive of its input and the wait for it, if it has one, and all others."""
+def _items(events: Sequence[Event], costs: _Costs) -> list[_Item]:
+    """Return the events with their numbers, kernels that follow one another as one piece of work, phases entered."""
+    found: list[_Item] = []
+    kernels: list[tuple[float, float, bool]] = []
+    phase: Phase = ""
 
-    receive: list[_Numbered]
-    wait: list[_Numbered]
-    rest: list[_Numbered]
+    def end_kernels() -> None:
+        if kernels:
+            found.append((-1, merged(kernels)))
+            kernels.clear()
 
-
-def _reordered(events: Sequence[_Numbered], order: Sequence[tuple[str, int, int]]) -> list[_Numbered]:
-    """Return the events with the actions in another order; what is before the first and behind the last stays there.
-
-    As in `pipeline.passes.with_exchanges`, a receive is posted one computation ahead, and waited for by its own.
-    """
-    starts = [place for place, (_, event) in enumerate(events) if isinstance(event, Begin)]
-    if not starts:
-        return list(events)
-    end = next((place for place in range(starts[0], len(events)) if _ends_actions(events[place][1])), len(events))
-    receives = {number for number, event in events if isinstance(event, Message) and event.collective == "receive"}
-    by_number = dict(events)
-    before: list[_Numbered] = []
-    pieces: dict[tuple[str, int, int], _Piece] = {}
-    waiting: list[_Numbered] = []
-    opened: tuple[str, int, int] | None = None
-    for number, event in events[:end]:
-        if isinstance(event, Begin):
-            opened = event.kind, event.micro_batch, event.chunk
-            posted = [(wait.number, by_number[wait.number]) for _, wait in waiting if isinstance(wait, TraceWait)]
-            pieces[opened] = _Piece(posted, waiting, [(number, event)])
-            waiting = []
-        elif number in receives:
-            continue
-        elif isinstance(event, TraceWait) and event.number in receives:
-            waiting.append((number, event))
-        elif opened is None:
-            before.append((number, event))
+    for number, event in enumerate(events):
+        at = _phase_of(event)
+        if at != phase and at in _AFTER_ACTIONS:
+            end_kernels()
+            found.append((-1, Enter(at)))
+        phase = at or phase
+        if isinstance(event, Compute) and event.home == "device":
+            kernels.append((*costs.kernel(event), event.operation.flops > 0))
         else:
-            pieces[opened].rest.append((number, event))
-    known = [pieces.pop(action) for action in order if action in pieces]
-    known += pieces.values()
-    found = [*before, *known[0].receive]
-    for piece, following in zip_longest(known, known[1:]):
-        found += [*(following.receive if following else []), *piece.wait, *piece.rest]
-    return [*found, *events[end:]]
-
-
-def _ends_actions(event: Event) -> bool:
-    return _phase_of(event) in _AFTER_ACTIONS
+            end_kernels()
+            found.append((number, event))
+    end_kernels()
+    return found
 
 
 def _phase_of(event: Event) -> Phase:
     return "" if isinstance(event, TraceWait | Begin) else event.where.phase
 
 
+class _Piece(NamedTuple):
+    """What one action has: the receive of its input and the wait for it, if it has one, and all else."""
+
+    receive: list[_Item]
+    wait: list[_Item]
+    rest: list[_Item]
+
+
+class _Pieces(NamedTuple):
+    """What a stage has before its first action, in each action, and behind the last one."""
+
+    before: list[_Item]
+    actions: dict[_Action, _Piece]
+    behind: list[_Item]
+
+    @staticmethod
+    def of(items: Sequence[_Item]) -> "_Pieces":
+        """Cut a stage's items where its actions begin."""
+        first = next((place for place, (_, item) in enumerate(items) if isinstance(item, Begin)), len(items))
+        end = next((place for place in range(first, len(items)) if isinstance(items[place][1], Enter)), len(items))
+        by_number = dict(items)
+        receives = {number for number, item in items if isinstance(item, Message) and item.collective == "receive"}
+        before: list[_Item] = []
+        actions: dict[_Action, _Piece] = {}
+        waiting: list[_Item] = []
+        rest = before
+        for number, item in items[:end]:
+            if isinstance(item, Begin):
+                posted = [(wait.number, by_number[wait.number]) for _, wait in waiting if isinstance(wait, TraceWait)]
+                rest = [(number, item)]
+                actions[item.kind, item.micro_batch, item.chunk] = _Piece(posted, waiting, rest)
+                waiting = []
+            elif isinstance(item, TraceWait) and item.number in receives:
+                waiting.append((number, item))
+            elif number not in receives:
+                rest.append((number, item))
+        return _Pieces(before, actions, list(items[end:]))
+
+    def in_order(self, order: Sequence[_Action]) -> Iterator[_Item]:
+        """Yield the items with the actions in another order.
+
+        As in `pipeline.passes.with_exchanges`, a receive is posted one computation ahead, and waited for by its own.
+        """
+        left = dict(self.actions)
+        pieces = [left.pop(action) for action in order if action in left]
+        pieces += left.values()
+        yield from self.before
+        yield from pieces[0].receive if pieces else ()
+        for piece, following in zip_longest(pieces, pieces[1:]):
+            yield from following.receive if following else ()
+            yield from piece.wait
+            yield from piece.rest
+        yield from self.behind
+
+
 class _Maker:
-    """Makes the steps of one stage from its events."""
+    """Makes the steps of one stage from its items."""
 
     def __init__(self, job: JobTrace, trace: RankTrace, stage: int, costs: _Costs, hardware: Hardware) -> None:
         self._job = job
@@ -253,26 +298,9 @@ class _Maker:
         self._awaited: set[int] = set()
         self._sent: list[int] = []
 
-    def steps(self, events: Sequence[_Numbered]) -> Iterator[Step]:
-        kernels: list[tuple[float, float, bool]] = []
-        phase: Phase = ""
-        for number, event in events:
-            at = _phase_of(event)
-            if at != phase and at in _AFTER_ACTIONS:
-                if kernels:
-                    yield merged(kernels)
-                    kernels = []
-                yield Enter(at)
-            phase = at or phase
-            if isinstance(event, Compute) and event.home == "device":
-                kernels.append((*self._costs.kernel(event), event.operation.flops > 0))
-                continue
-            if kernels:
-                yield merged(kernels)
-                kernels = []
-            yield self._other(number, event)
-        if kernels:
-            yield merged(kernels)
+    def steps(self, items: Iterable[_Item]) -> Iterator[Step]:
+        for number, item in items:
+            yield item if isinstance(item, Work | Enter) else self._other(number, item)
         yield from (Wait(number) for number in self._sent if number not in self._awaited)
 
     def _other(self, number: int, event: Event) -> Step:

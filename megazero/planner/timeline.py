@@ -15,7 +15,7 @@ waits for one that is not there yet is left until it is; that all stages do so f
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -155,8 +155,9 @@ class _Message:
 class _Stage:
     """The state of a stage while it is simulated."""
 
-    def __init__(self, steps: Sequence[Step], *, asynchronous: bool, overlap_cost: float, draws: bool) -> None:
-        self.steps = steps
+    def __init__(self, steps: Iterable[Step], *, asynchronous: bool, overlap_cost: float, draws: bool) -> None:
+        self._steps = iter(steps)
+        self._step = next(self._steps, None)
         self.position = 0
         self.host = self.device = 0.0
         self.times = StageTime()
@@ -170,13 +171,14 @@ class _Stage:
 
     @property
     def is_done(self) -> bool:
-        return self.position == len(self.steps)
+        return self._step is None
 
     def run(self, shared: dict[Hashable, _Message]) -> bool:
         """Take steps until the end, or a wait for what is not known yet; return True if any was taken."""
         before = self.position
-        while not self.is_done and self._take(self.steps[self.position], shared):
+        while self._step is not None and self._take(self._step, shared):
             self.position += 1
+            self._step = next(self._steps, None)
         if self.is_done:
             self._enter("")
             self.times.end = self.device
@@ -264,7 +266,7 @@ class _Stage:
 
 
 def simulate(
-    stages: Iterable[Sequence[Step]],
+    stages: Iterable[Iterable[Step]],
     *,
     asynchronous: bool = True,
     overlap_cost: float = 0.0,
@@ -272,6 +274,7 @@ def simulate(
 ) -> tuple[StageTime, ...]:
     """Return the times of every stage; raise Deadlock if they wait for one another for ever.
 
+    stages: the steps of each, which are taken one by one.
     asynchronous: the host issues ahead of the device.  overlap_cost: as in `Hardware`.  draws: record spans too.
     """
     running = [_Stage(steps, asynchronous=asynchronous, overlap_cost=overlap_cost, draws=draws) for steps in stages]
