@@ -50,10 +50,17 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/planner/test_timeline.py",),
     ),
     Fault(
+        "planner/hollow.py",
+        "what an operator makes of hollow tensors is told apart by their shapes, and not by their strides",
+        "return value.dtype, value.is_meta, value.shape, value.stride()",
+        "return value.dtype, value.is_meta, value.shape",
+        ("tests/planner/test_hollow.py",),
+    ),
+    Fault(
         "planner/seconds.py",
         "the stages between the ends of a pipeline take their actions in the middle one's order",
-        "known = [pieces.pop(action) for action in order if action in pieces]",
-        "known = [pieces.pop(action) for action in list(pieces)]",
+        "pieces = [left.pop(action) for action in order if action in left]",
+        "pieces = [left.pop(action) for action in list(left)]",
         ("tests/planner/test_seconds.py",),
     ),
     Fault(
