@@ -70,7 +70,7 @@ PLANS: Mapping[str, tuple[str, int, str, str, str]] = {
     "one GPU": ("dgx-a100", 0, "6.7B", "bf16", "--micro-batch-size 1 --global-batch-size 1"),
     "one GPU, offloaded": (
         *("dgx2-v100", 0, "13B", "fp16"),
-        "--zero-stage 3 --offload-optimizer cpu --offload-param cpu --micro-batch-size 1 --global-batch-size 1",
+        "--zero-stage 3 --offload-optimizer cpu --offload-param cpu --micro-batch-size 8 --global-batch-size 8",
     ),
     "fp32": ("dgx2-v100", 1, "2.7B", "fp32", "--zero-stage 1 --micro-batch-size 1 --global-batch-size 16"),
     "sums in fp32": (

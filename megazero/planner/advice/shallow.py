@@ -134,9 +134,20 @@ def measure(job: DryJob, hardware: Hardware) -> Measured:
 
 
 def _extrapolated(samples: Sequence[Mapping[str, float]], more: int) -> dict[str, int]:
-    """Return figures at `more` times the difference of two samples beyond the first."""
+    """Return figures at `more` times the difference of two samples beyond the first.
+
+    Fragments are no line: their share of the tensors is taken for that of the sample which has the larger one.
+    """
     first, last = samples[0], samples[-1]
-    return {name: round(first[name] + more * (last[name] - first[name])) for name in first}
+    found = {name: round(first[name] + more * (last[name] - first[name])) for name in first}
+    if more and _BEYOND in found:
+        shares = [each[_BEYOND] / max(_tensors(each), 1) for each in samples]
+        found[_BEYOND] = round(max(shares) * _tensors(found))
+    return found
+
+
+def _tensors(figures: Mapping[str, float]) -> float:
+    return sum(nbytes for name, nbytes in figures.items() if name not in (_BEYOND, _STATED))
 
 
 def _seconds(steps: Sequence[StepTime], depth: int, width: int) -> float:
