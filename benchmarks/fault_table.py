@@ -373,6 +373,20 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "data/loader.py",
+        "the steps behind those that do not train are read in place of them",
+        "any(steps + 1 in span for span in self._unread)",
+        "any(steps in span for span in self._unread)",
+        ("tests/data/test_loader.py",),
+    ),
+    Fault(
+        "train/loop.py",
+        "a step that does not train moves the learning rate on",
+        "num_samples=num_samples, skipped=True, num_tokens",
+        "num_samples=num_samples, skipped=False, num_tokens",
+        ("tests/train/test_untrained_steps.py",),
+    ),
+    Fault(
+        "data/loader.py",
         "a loader that goes on cuts its rows as that of a new run does",
         "self._consumed, self._steps = start_sample, start_step",
         "self._consumed, self._steps = start_sample, 0",

@@ -4,6 +4,7 @@
     {"time": ..., "event": "change", "setting": "lr", "from": 0.001, "to": 0.0005}
     {"time": ..., "event": "fallback", "report": ["WARNING: runs/a/step_0000500 is damaged: ...", ...]}
     {"time": ..., "event": "save", "iteration": 500, "checkpoint": "step_0000500", "seconds": 1.2}
+    {"time": ..., "event": "pass over", "first": 401, "last": 450, "samples": 25600}
     {"time": ..., "event": "fault", "report": ["fault: rank 3 (host node8, process 4711): dead: ...", ...]}
     {"time": ..., "event": "stop", "iteration": 512, "reason": "asked to stop after iteration 512 (SIGUSR1)"}
 

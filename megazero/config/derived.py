@@ -15,6 +15,7 @@ from megazero.config.model import ModelConfig
 from megazero.config.run import RunConfig
 from megazero.config.schedules import RATE_SETTINGS
 from megazero.config.step_sizes import StepSizes, read_rampup, read_schedule
+from megazero.config.values import as_span
 from megazero.errors import Problem
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
@@ -262,6 +263,12 @@ def last_iteration(
         ends.append(row_lengths(config).steps_until(tokens, sizes, **progress))
     assert ends, "rules.check lets no run through without a length"
     return min(ends)
+
+
+def untrained_steps(config: RunConfig) -> tuple[range, ...]:
+    """Return the spans of steps, counted from 1, that do not train."""
+    spans = (as_span(word, alone=True) for word in config.training.skip_train_iteration_range)
+    return tuple(span for span in spans if span is not None)
 
 
 def run_length(config: RunConfig, world_size: int) -> RunLength:

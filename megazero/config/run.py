@@ -105,6 +105,13 @@ class TrainingConfig:
         " of global_batch_size, or beside the last of them",
         unit="samples",
     )
+    skip_train_iteration_range: tuple[str, ...] = setting(
+        (),
+        help="spans A-B of steps, or single steps, counted from 1, that do not train: their samples are used up unread,"
+        " and the learning rate stands still",
+        unit="steps",
+        aliases=("iterations-to-skip",),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -20,6 +20,7 @@ import difflib
 import json
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -179,6 +180,16 @@ def as_quantity(value: Any) -> int | None:
         return int(number) if number is not None and number == int(number) else None
     exact = Fraction(str(number)) * factor
     return int(exact) if exact.denominator == 1 else None
+
+
+def as_span(word: str, *, alone: bool = False) -> range | None:
+    """Return the whole numbers from A to B of "A-B", both included; None if `word` is no such span.
+
+    alone: True lets a number alone be the span of this number.
+    """
+    found = re.fullmatch(r"([0-9]+)-([0-9]+)", f"{word}-{word}" if alone and word.isdecimal() else word)
+    span = range(int(found[1]), int(found[2]) + 1) if found else range(0)
+    return span if span else None
 
 
 def _number(info: FieldInfo, value: Any) -> int | float:

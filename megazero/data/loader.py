@@ -18,7 +18,7 @@ continues in the next text.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -164,6 +164,7 @@ class BatchLoader:
     thread.  Close it, or use it as a context manager.  clock: a function that returns seconds, which never decrease.
     sizes: the global batch sizes of the steps; by default the layout's.  lengths: those of their rows; None: rows are
     whole.  start_step, start_sample: the steps and samples that are finished.
+    unread: spans of steps, counted from 1, whose samples are not read: `pass_over` takes them in place of `next`.
     """
 
     def __init__(
@@ -177,8 +178,10 @@ class BatchLoader:
         clock: Callable[[], float] = time.perf_counter,
         sizes: StepSizes | None = None,
         lengths: RowLengths | None = None,
+        unread: Sequence[range] = (),
     ) -> None:
         self._source = source
+        self._unread = unread
         self._layout = layout
         self._sizes = sizes or StepSizes.constant(layout.global_batch_size)
         self._lengths = lengths
@@ -210,12 +213,33 @@ class BatchLoader:
 
     def __next__(self) -> StepBatch:
         """Return this rank's part of the next step."""
+        assert not self.is_unread, f"step {self._steps + 1} has no batch"
         began = self._clock()
         batch = self._next_ready() if self._thread else self._read(self._consumed, self._steps)
         self._waited += self._clock() - began
-        self._consumed += self._sizes.at(self._consumed)
-        self._steps += 1
+        self._count_step()
         return batch
+
+    @property
+    def is_unread(self) -> bool:
+        """True if the next step is one whose samples are not read."""
+        return self._is_unread(self._steps)
+
+    def pass_over(self) -> tuple[int, int]:
+        """Use up the samples of the next step, which are not read; return their number, over all ranks, and tokens."""
+        assert self.is_unread, f"step {self._steps + 1} has a batch"
+        length = self._source.seq_length if self._lengths is None else self._lengths.at(self._steps)
+        num_samples = self._count_step()
+        return num_samples, num_samples * length
+
+    def _count_step(self) -> int:
+        """Count the next step; return its samples over all ranks."""
+        num_samples = self._sizes.at(self._consumed)
+        self._consumed, self._steps = self._consumed + num_samples, self._steps + 1
+        return num_samples
+
+    def _is_unread(self, steps: int) -> bool:
+        return any(steps + 1 in span for span in self._unread)
 
     def close(self) -> None:
         """Stop the thread and drop the batches it has read; the loader cannot be used afterwards."""
@@ -240,10 +264,11 @@ class BatchLoader:
 
     def _read_ahead(self, first_sample: int, steps: int) -> None:
         while not self._closing.is_set():
-            item = self._build(first_sample, steps)
-            self._offer(item)
-            if isinstance(item, Exception):
-                return
+            if not self._is_unread(steps):
+                item = self._build(first_sample, steps)
+                self._offer(item)
+                if isinstance(item, Exception):
+                    return
             first_sample, steps = first_sample + self._sizes.at(first_sample), steps + 1
 
     def _read(self, first_sample: int, steps: int) -> StepBatch:

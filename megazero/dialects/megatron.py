@@ -368,7 +368,6 @@ REFUSED: Mapping[str, str] = _rows(
             "pipeline-model-parallel-comm-backend",
         ),
         (_RESUMED, "skip-train no-train"),
-        ("every step of the schedule trains", "skip-train-iteration-range"),
         (
             "a model is trained on its corpus alone, without a teacher",
             "kd mos kd-alpha-ce kd-beta-ce kd-temp load-teacher num-layers-teacher num-experts-teacher"

@@ -5,13 +5,13 @@ The rules check only whether named files exist; the readers of the files check t
 
 import math
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megazero.config.corpora import FORM, GROUPS, group_problems
 from megazero.config.nearest import flags, neighbours
 from megazero.config.run import DataConfig, RunConfig
+from megazero.config.values import as_span
 from megazero.errors import Problem
 
 DATA_PATH = "--data-path"
@@ -145,27 +145,32 @@ def split_has_what_is_read(config: RunConfig, world_size: int) -> Iterator[Probl
         )
 
 
-def span_of_samples(word: str) -> range | None:
-    """Return the samples from A to B of "A-B", both included; None if `word` is no such span."""
-    found = re.fullmatch(r"([0-9]+)-([0-9]+)", word)
-    span = range(int(found[1]), int(found[2]) + 1) if found else range(0)
-    return span if span else None
-
-
 def skipped_spans_ascend(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    before = -1
-    for word in config.data.data_skip_samples:
-        span = span_of_samples(word)
-        if span is None:
-            rule = "a span of samples is A-B, the first and the last one that are passed over, counted from 0"
-            yield Problem(f"--data-skip-samples {word}", rule, "--data-skip-samples 1200-1327")
-        elif span.start <= before:
+    rule = "a span of samples is A-B, the first and the last one that are passed over, counted from 0"
+    legal = "--data-skip-samples 1200-1327"
+    spans = ((word, as_span(word)) for word in config.data.data_skip_samples)
+    yield from spans_ascend("--data-skip-samples", spans, "sample", 0, rule, legal)
+
+
+def spans_ascend(
+    flag: str, spans: Iterable[tuple[str, range | None]], what: str, first: int, rule: str, legal: str
+) -> Iterator[Problem]:
+    """Yield the problems of spans of samples or steps, which `what` names and which are counted from `first`.
+
+    spans: what was given, each with the span that it is, or None.  rule, legal: of what is no span.
+    """
+    before = first - 1
+    for word, span in spans:
+        if span is None or span.start < first:
+            yield Problem(f"{flag} {word}", rule, legal)
+            continue
+        if span.start <= before:
             yield Problem(
-                f"--data-skip-samples {word} after sample {before}",
-                "spans ascend, and no sample is in two of them",
+                f"{flag} {word} after {what} {before}",
+                f"spans ascend, and no {what} is in two of them",
                 f"spans from {before + 1} on, or this one before the others",
             )
-        before = max(before, span.stop - 1 if span else before)
+        before = max(before, span.stop - 1)
 
 
 def fill_in_has_text(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from megazero.config.optimizers import RUN_NAMES
 from megazero.config.run import RunConfig
 from megazero.config.step_sizes import RAMPUP, SCHEDULE, read_rampup, read_schedule
 from megazero.config.validate import Unknown
-from megazero.config.values import Diagnostics
+from megazero.config.values import Diagnostics, as_span
 from megazero.errors import Problem
 from megazero.rules import activations as activation_rules
 from megazero.rules import files as file_rules
@@ -28,6 +28,7 @@ from megazero.rules.states import STATE_RULES, StateRule, late_updates_need_no_n
 from megazero.units import counted
 
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+_UNTRAINED = "--skip-train-iteration-range"
 
 Rule = Callable[[RunConfig, int], Iterable[Problem]]
 
@@ -400,6 +401,34 @@ def length_is_a_step(config: RunConfig, world_size: int) -> Iterator[Problem]:
         )
 
 
+def untrained_steps_ascend(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    rule = "a span of steps is A-B, the first and the last one that do not train, or one step, counted from 1"
+    spans = ((word, as_span(word, alone=True)) for word in config.training.skip_train_iteration_range)
+    yield from file_rules.spans_ascend(_UNTRAINED, spans, "step", 1, rule, f"{_UNTRAINED} 8401-8800")
+
+
+def last_step_trains(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    spans = derived.untrained_steps(config)
+    if not spans or world_size % derived.model_parallel_size(config):
+        return
+    last, end = derived.train_iters(config, world_size), spans[-1].stop - 1
+    if end >= last:
+        legal = f"spans that end at step {last - 1}, or a run of {end + 1} steps or more"
+        yield Problem(f"{_UNTRAINED} {end} in a run of {last} steps", "the last step of a run trains", legal)
+
+
+def profiled_steps_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    logging, spans = config.logging, derived.untrained_steps(config)
+    ends = (("first", logging.profile_step_start + 1), ("last", logging.profile_step_end)) if logging.profile else ()
+    for name, step in ends:
+        for span in (span for span in spans if step in span):
+            yield Problem(
+                f"--profile and {_UNTRAINED} {span.start}-{span.stop - 1}",
+                f"the {name} step that is profiled, here {step}, trains",
+                f"--profile-step-start {span.stop - 1} --profile-step-end {span.stop + 1}",
+            )
+
+
 def _length_of_rows(config: RunConfig, length: int) -> str:
     """Return the first steps' length of rows, as a message shows it."""
     return f"--seq-length {length}" if length == config.model.seq_length else f"{length} tokens a row"
@@ -624,6 +653,9 @@ RULES: tuple[Rule, ...] = (
     micro_batches_fill_every_batch,
     length_is_given_once,
     length_is_a_step,
+    untrained_steps_ascend,
+    last_step_trains,
+    profiled_steps_train,
     optimizer_takes_its_parameters,
     lr_is_above_its_start,
     lr_is_above_its_end,

@@ -538,6 +538,7 @@ def _assemble_on(
             prefetch=config.data.num_workers,
             sizes=sizes,
             lengths=rows if rows.varies else None,
+            unread=derived.untrained_steps(config),
         ),
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, last),

@@ -199,7 +199,7 @@ class _Loop:
         self._announce()
         if timetable.eval_at_start and state.iteration == 0:
             self._evaluate("validation")
-        while not self._stops and state.iteration < timetable.train_iters:
+        while not self._stops and self._has_step_to_train():
             self._one_step()
             # Save before evaluating: an evaluation can take long, fail, or be cut short.
             if _is_due(timetable.save_interval, state.iteration):
@@ -217,6 +217,32 @@ class _Loop:
         if not self._stops:
             self._evaluate("test")
         return self._end(f"finished {state.iteration} iterations")
+
+    def _has_step_to_train(self) -> bool:
+        """Pass over the steps that come next and do not train; return True unless the run has come to its end.
+
+        Their samples are used up, and they count as steps without an update, so the schedule of rates stands still.
+        What is due at them, an evaluation, a checkpoint or an exit, is left out, since the weights stay the same.
+        """
+        state, loader, before = self._state, self._run.loader, replace(self._state)
+        while state.iteration < self._run.timetable.train_iters and loader.is_unread:
+            num_samples, num_tokens = loader.pass_over()
+            state.advance(num_samples=num_samples, skipped=True, num_tokens=num_tokens)
+        if state.iteration > before.iteration:
+            self._tell_untrained(before)
+        return state.iteration < self._run.timetable.train_iters
+
+    def _tell_untrained(self, before: TrainState) -> None:
+        """Write down which steps after `before` have not trained."""
+        first, last = before.iteration + 1, self._state.iteration
+        num_samples = self._state.consumed_samples - before.consumed_samples
+        self._run.journal.write("pass over", first=first, last=last, samples=num_samples)
+        steps = f"iteration {first} does" if first == last else f"iterations {first} to {last} do"
+        self._run.reporting.console.line(
+            f"{steps} not train, {num_samples} samples are passed over (--skip-train-iteration-range)"
+        )
+        if self._first_iteration == first:
+            self._first_iteration = last + 1
 
     def _one_step(self) -> None:
         """Take a batch, launch the step, count it, and report the steps whose figures are due."""

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from megazero.command_line.parse import parse
 from megazero.config import derived
 from megazero.config.run import TrainingConfig
-from megazero.config.values import as_quantity
+from megazero.config.values import as_quantity, as_span
 from megazero.errors import ConfigError
 
 
@@ -63,6 +63,24 @@ def test_lengths_and_ramps_of_published_scripts() -> None:
     assert (run.samples, run.sizes.sizes[:2], len(run.sizes.sizes)) == (300 * 10**9 // 2048, (32, 64), 16)
     lengths = derived.rate_lengths(parsed.config.optimizer, run)
     assert (lengths.unit, lengths.warmup, lengths.decay) == ("samples", 216_320, 260 * 10**9 / 2048)
+
+
+@pytest.mark.parametrize(
+    ("word", "span", "alone"),
+    [
+        ("3-5", range(3, 6), False),
+        ("0-0", range(1), False),
+        ("5-3", None, False),
+        ("5", None, True),
+        (" 3-5", None, False),
+        ("-3-5", None, False),
+        ("", None, False),
+        ("1.0", None, False),
+    ],
+)
+def test_spans_include_both_ends(word: str, span: range | None, alone: bool) -> None:
+    assert as_span(word) == span
+    assert as_span(word, alone=True) == (range(5, 6) if alone else span)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,6 +283,36 @@ def test_steps_of_growing_sizes_take_the_same_samples_in_the_same_order(prefetch
                 for whole in [[row for piece in batch.micro_batches for row in piece.tokens[:, 0].tolist()]]
             ]
             assert [[piece.tokens[0, 0].item() for piece in rest.micro_batches] for rest in rests] == expected
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_samples_of_unread_steps_are_used_up_and_never_read(prefetch: int) -> None:
+    """Steps 1, 3 and 4 of 2, 2, 4, 4 and 4 samples are not read; a loader that goes on inside them agrees."""
+    read: list[int] = []
+
+    class Noting(Counting):
+        def sample(self, k: int) -> NDArray[np.int64]:
+            read.append(k)
+            return super().sample(k)
+
+    sizes, lengths, unread = StepSizes((0, 4), (2, 4)), RowLengths((0, 3), (2, 3)), (range(1, 2), range(3, 5))
+    given: dict[str, Any] = {"sizes": sizes, "lengths": lengths, "unread": unread, "prefetch": prefetch}
+    for start, consumed in enumerate((0, 2, 4, 8)):
+        read.clear()
+        places, found = {"start_sample": consumed, "start_step": start}, []
+        with BatchLoader(Noting(), BatchLayout(4, 2), **given, **places) as loader:
+            for _ in range(start, 5):
+                found.append(loader.pass_over() if loader.is_unread else next(loader).first_sample)
+            assert loader.consumed_samples == 16 and not loader.is_unread
+            with pytest.raises(AssertionError, match="step 6 has a batch"):
+                loader.pass_over()
+        assert found == [(2, 4), 2, (4, 8), (4, 12), 12][start:]
+        assert not {*read} & {0, 1, 4, 5, 6, 7, 8, 9, 10, 11}
+    with (
+        BatchLoader(Counting(), BatchLayout(4, 2), **given) as loader,
+        pytest.raises(AssertionError, match="step 1 has no batch"),
+    ):
+        next(loader)
 
 
 class Learnt(Counting):

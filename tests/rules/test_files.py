@@ -8,7 +8,7 @@ import pytest
 from support.configs import make_run
 from support.each import each
 
-from megazero.rules.files import span_of_samples, split_shares
+from megazero.rules.files import split_shares
 from megazero.rules.run import check
 
 OWN: dict[str, Any] = {"mock_data": False, "train_data_path": "a", "valid_data_path": ["b"]}
@@ -142,11 +142,3 @@ def test_places_for_reports_can_be_written(tmp_path: Path) -> None:
 def test_split_shares(split: str, shares: tuple[float, float, float] | None) -> None:
     found = split_shares(split)
     assert found == (None if shares is None else pytest.approx(shares))
-
-
-@pytest.mark.parametrize(
-    ("word", "span"),
-    [("3-5", range(3, 6)), ("0-0", range(1)), ("5-3", None), ("5", None), (" 3-5", None), ("-3-5", None)],
-)
-def test_spans_include_both_ends(word: str, span: range | None) -> None:
-    assert span_of_samples(word) == span

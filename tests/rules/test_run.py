@@ -13,6 +13,8 @@ from megazero.config.values import RawValue
 from megazero.errors import Problem
 from megazero.rules.run import RULES, advice, check
 
+UNTRAINED = "--skip-train-iteration-range"
+
 
 def only(world_size: int = 1, **settings: Any) -> Problem:
     found = check(make_run(**settings), world_size)
@@ -214,6 +216,40 @@ def test_a_valid_run_has_no_problem() -> None:
             {"step_batch_size_schedule": ["0:8"], "rampup_batch_size": ["2", "2", "100"], "global_batch_size": None},
             "--rampup-batch-size 2 2 100 and --step-batch-size-schedule",
             "one of the two",
+        ),
+        *(
+            (1, {"skip_train_iteration_range": word}, f"{UNTRAINED} {word}", f"{UNTRAINED} 8401-8800")
+            for word in ("0-3", "0", "5-3", "-3-5", "2.5", "a-b", "1-2-3", "1_000-1_002")
+        ),
+        (
+            1,
+            {"skip_train_iteration_range": ["1", "3-5", "5-6"]},
+            f"{UNTRAINED} 5-6 after step 5",
+            "spans from 6 on, or this one before the others",
+        ),
+        (
+            1,
+            {"skip_train_iteration_range": ["4", "2-3"]},
+            f"{UNTRAINED} 2-3 after step 4",
+            "spans from 5 on, or this one before the others",
+        ),
+        (
+            1,
+            {"skip_train_iteration_range": ["2-3", "8-10"]},
+            f"{UNTRAINED} 10 in a run of 10 steps",
+            "spans that end at step 9, or a run of 11 steps or more",
+        ),
+        (
+            1,
+            {"skip_train_iteration_range": "40-50"},
+            f"{UNTRAINED} 50 in a run of 10 steps",
+            "spans that end at step 9, or a run of 51 steps or more",
+        ),
+        (
+            1,
+            {"skip_train_iteration_range": "3-4", "profile": True, "profile_step_start": 3, "profile_step_end": 9},
+            f"--profile and {UNTRAINED} 3-4",
+            "--profile-step-start 4 --profile-step-end 6",
         ),
         (
             1,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from megazero.config.corpora import corpus_words, read_groups, train_words
 from megazero.config.model import ModelConfig
 from megazero.config.run import DataConfig
+from megazero.config.values import as_span
 from megazero.data.corpora import Corpora, tokenizer_of_corpora
 from megazero.data.fill_in import FillIn, FillInSamples
 from megazero.data.mock import MockSamples
@@ -17,7 +18,7 @@ from megazero.data.samples import RemainingSamples, Samples, skipping_number
 from megazero.data.storage import Access
 from megazero.data.tokenizers import FILES, Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.errors import CheckpointError, ConfigError, DataError, Problem, raise_problems
-from megazero.rules.files import DEFAULT_SPLIT, span_of_samples, weight_of
+from megazero.rules.files import DEFAULT_SPLIT, weight_of
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ _REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
 def open_inputs(data: DataConfig, model: ModelConfig, *, seed: int, evaluates: bool) -> RunInputs:
     """Open the configured corpora, or make mock samples.  Raises DataError with all problems."""
-    skipped = [span for span in map(span_of_samples, data.data_skip_samples) if span]
+    skipped = [span for span in map(as_span, data.data_skip_samples) if span]
     if not data.mock_data:
         return _corpus_inputs(data, model, seed, evaluates, skipped)
     inputs = _mock_inputs(model, tokenizer_spec(data), seed)
