@@ -75,7 +75,7 @@ PHASES = (
     Phase("ledger", 130, runs=TOGETHER),
     Phase("gpu_tests", 130, runs=TOGETHER),
     Phase("layouts", 130, runs=TOGETHER),
-    _speed(70, "gpt2-1.5b", 16, needs_gpu=True, fp8="hybrid"),
+    _speed(70, "gpt2-1.5b", 16, needs_gpu=True, fp8="hybrid", profile=True),
     _speed(60, "gpt2-124m", 64, needs_gpu=True, stage=3),
     _speed(60, "gpt2-1.5b", 8, needs_gpu=True, compile="off"),
     _speed(70, "gpt2-1.5b", 32, needs_gpu=True),

@@ -429,7 +429,8 @@ def losses(bench: Bench, *, where: str) -> dict[str, Any]:
     runs = [("fp32", "off", "0")]
     if where == "device":
         cases = [("bf16", "auto", str(stage)) for stage in range(4)]
-        runs += [("bf16", "off", "0"), *cases, ("fp16", "auto", "2")] if bench.has_gpu else [("bf16", "off", "2")]
+        more = [("bf16", "off", "0"), *cases, ("fp16", "auto", "2"), ("fp8", "auto", "0")]
+        runs += more if bench.has_gpu else [("bf16", "off", "2")]
     device, curves, found = "cpu" if where == "cpu" else bench.device.type, {}, {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -474,8 +475,8 @@ def start_training(
     words += _RUN.split()
     words += ["--train-iters", "60" if bench.has_gpu else "12", "--data-path", str(folder / "text_text_document")]
     metrics = folder / f"{precision}-{compiles}-{stage}.jsonl"
-    words += ["--precision", precision, "--compile", compiles, "--zero-stage", stage, "--device", device]
-    words += ["--metrics-file", str(metrics)]
+    words += ["--precision", "bf16", "--fp8-format", "hybrid"] if precision == "fp8" else ["--precision", precision]
+    words += ["--compile", compiles, "--zero-stage", stage, "--device", device, "--metrics-file", str(metrics)]
     words += ["--cpu-threads", "4"] if bench.has_gpu and device == "cpu" else []
     words += ["--save", str(folder / "saved")] if (precision, stage) == ("bf16", "2") else []
     return subprocess.Popen([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT), metrics
