@@ -51,7 +51,7 @@ _PROGRAM = re.compile(r"pretrain_gpt\w*\.py$")
 _PATHS = {
     **dict.fromkeys(("data-path", "train-data-path", "valid-data-path", "test-data-path"), "text_document"),
     **{"vocab-file": "vocab.json", "merge-file": "merges.txt", "tokenizer-model": "pieces.model"},
-    "tokenizer-name-or-path": "pieces.model",
+    **dict.fromkeys(("tokenizer-name-or-path", "tokenizer-file"), "pieces.model"),
     **{"save": "saved", "load": "saved", "tensorboard-dir": "figures", "data-cache-path": "cache"},
     **{f"{split}-weighted-split-paths-path": "groups.txt" for split in ("train", "valid", "test")},
     **{"data-args-path": "words.txt", "per-split-data-args-path": "splits.json"},
@@ -72,20 +72,20 @@ for word; do
 done
 printf '%s\\0' "$(basename "$0")" "$@" >"$CALLS/$$"
 """
-# A script goes on where its own machine's modules, folders and settings are missing.
+# A script goes on where its own machine's modules, folders and settings are missing; some look for the program.
 _SETTINGS = """
 source() { [[ ! -f "$1" ]] || builtin source "$@"; }
 cd() { builtin cd "$@" 2>/dev/null || true; }
 set() { :; }
 """
-_LAUNCHERS = "python python3 torchrun deepspeed srun mpirun mpiexec aprun jsrun ibrun accelerate"
+_LAUNCHERS = "python python3 torchrun deepspeed srun mpirun mpiexec aprun jsrun ibrun accelerate nsys"
 _NOTHING = "sbatch scontrol nvidia-smi wget curl pip git ssh pdsh module conda source-env sleep ifconfig ip ds_ssh"
 _SANDBOX = """
 mount -t tmpfs none "$PLACE" && mkdir -p "$PLACE"/{up,work,root} &&
 mount -t overlay none -o "lowerdir=/,upperdir=$PLACE/up,workdir=$PLACE/work" "$PLACE/root" &&
 mkdir -p "$PLACE/root$FILES" "$PLACE/root$CALLS" &&
 mount --bind "$CALLS" "$PLACE/root$CALLS" && cp -r "$FILES/." "$PLACE/root$FILES" &&
-cp "$CALLS/commands/script" "$PLACE/root$SCRIPT" &&
+cp "$CALLS/commands/script" "$PLACE/root$SCRIPT" && touch "$PLACE/root$FOLDER/pretrain_gpt.py" &&
 exec chroot "$PLACE/root" setpriv --bounding-set=-all --inh-caps=-all \
     bash -c 'cd "$0" && exec bash "$1"' "$FOLDER" "$SCRIPT"
 """

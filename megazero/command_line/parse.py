@@ -307,9 +307,12 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
         gathered.put(name, parse_value(INFO[name], item))
     for item in sorted(shorthands, key=lambda item: bool(SHORTHANDS[item.flag_name].gives_way_to)):
         _take_shorthand(gathered, here, item)
+    spelled = {"", *(item.flag_name for item in here.values())}
     for item in here.values():
         implied = IMPLIED.get(item.flag_name)
-        if implied is not None and implied.field not in gathered.settings.keys() | gathered.broken.keys():
+        if implied is None or implied.beside not in spelled:
+            continue
+        if implied.field not in gathered.settings.keys() | gathered.broken.keys():
             value = coerce(INFO[implied.field], implied.value)
             gathered.put(implied.field, ParsedValue(implied.field, value, item.source, item.origin))
 

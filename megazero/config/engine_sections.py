@@ -590,13 +590,17 @@ class ReportConfig:
         "minmax", help="which ranks' times are shown of a part: the slowest's; also the fastest's; or all of them"
     )
     wandb_project: str | None = setting(
-        None, help="Weights & Biases: the project that the figures go to; without it, nothing is written there"
+        None,
+        help="Weights & Biases: the project that the figures go to; without it, nothing is written there",
+        aliases=("wandb-project-name",),
     )
     wandb_exp_name: str | None = setting(
         None, help="Weights & Biases: the name of the run; without it, one that is made up there"
     )
     wandb_entity: str | None = setting(
-        None, help="Weights & Biases: the user or team that the project belongs to; without it, the user's default"
+        None,
+        help="Weights & Biases: the user or team that the project belongs to; without it, the user's default",
+        aliases=("wandb-entity-name",),
     )
     wandb_group: str | None = setting(None, help="Weights & Biases: a name for runs that belong together")
     wandb_save_dir: Path | None = setting(

@@ -222,7 +222,7 @@ class DataConfig:
         None,
         help="SentencePieceTokenizer: model file; HuggingFaceTokenizer: tokenizer.json, or a folder that has one;"
         " TikTokenizer: file of ranks",
-        aliases=("tokenizer-name-or-path",),
+        aliases=("tokenizer-name-or-path", "tokenizer-file"),
     )
     vocab_file: Path | None = setting(None, help="GPT2BPETokenizer: vocab.json")
     merge_file: Path | None = setting(None, help="GPT2BPETokenizer: merges.txt")
@@ -247,7 +247,11 @@ class DataConfig:
         None, help="token between parts of a document, such as files of a repository, which are rearranged one by one"
     )
     fim_fragment_rate: float | None = setting(
-        None, help="share of such parts that are rearranged, in documents that are; without it, fim_rate", ge=0, le=1
+        None,
+        help="share of such parts that are rearranged, in documents that are; without it, fim_rate",
+        aliases=("fragment-fim-rate",),
+        ge=0,
+        le=1,
     )
     fim_no_prefix: str | None = setting(None, help="leave text as it is that begins with this")
     fim_prefix_token: str = setting("<fim_prefix>", help="token in front of a prefix")

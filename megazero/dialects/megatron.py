@@ -17,11 +17,15 @@ from megazero.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Shorthand:
-    """A flag that sets `field` to `value`; another value beside it is an error, unless it is in `gives_way_to`."""
+    """A flag that sets `field` to `value`; another value beside it is an error, unless it is in `gives_way_to`.
+
+    beside: the flag without which it means nothing of the kind; "" for none.
+    """
 
     field: str
     value: str
     gives_way_to: tuple[str, ...] = ()
+    beside: str = ""
 
 
 SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
@@ -61,6 +65,9 @@ IMPLIED: Mapping[str, Shorthand] = MappingProxyType(
         "fp8-amax-history-len": Shorthand("fp8_recipe", "delayed"),
         "fp8-amax-compute-algo": Shorthand("fp8_recipe", "delayed"),
         "fp8-margin": Shorthand("fp8_recipe", "delayed"),
+        # BigCode's Megatron-LM, whose flag --tokenizer-file is, rearranges samples wherever it is given a rate.
+        "fim-rate": Shorthand("fim_data", "true", beside="tokenizer-file"),
+        "fim-split-sample": Shorthand("fim_fragment_rate", "0.5", beside="tokenizer-file"),
     }
 )
 
@@ -94,7 +101,9 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 
 # {flag with a value: the shorthand that the two are}
-NAMED: Mapping[tuple[str, str], str] = MappingProxyType({("glu-activation", "swiglu"): "swiglu"})
+NAMED: Mapping[tuple[str, str], str] = MappingProxyType(
+    {("glu-activation", "swiglu"): "swiglu", ("attention-head-type", "multiquery"): "group-query-attention"}
+)
 
 # {other name of a type of tokenizer: megazero's}
 TOKENIZERS: Mapping[str, str] = MappingProxyType(
@@ -103,6 +112,7 @@ TOKENIZERS: Mapping[str, str] = MappingProxyType(
         "Llama2Tokenizer": "SentencePieceTokenizer",
         "PretrainedFromHF": "HuggingFaceTokenizer",
         "TokenizerFromFile": "HuggingFaceTokenizer",
+        "TokenizerFromFileWithFIM": "HuggingFaceTokenizer",
     }
 )
 # A type of tokenizer whose file --vocab-file names, although megazero's type has --tokenizer-model for it.
@@ -134,6 +144,10 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "expert-model-parallel-size": Fixed(("1",), _NO_EXPERTS),
         "expert-tensor-parallel-size": Fixed(("1",), _NO_EXPERTS),
         "encoder-tensor-model-parallel-size": Fixed(("0",), "a GPT has no encoder"),
+        "attention-head-type": Fixed(
+            ("multihead", "multiquery"),
+            "attention heads have keys and values of their own, or share them in groups or all together",
+        ),
         "DDP-impl": Fixed(("local", "torch"), "the engine reduces gradients itself, in every ZeRO stage"),
         "vocab-extra-ids": Fixed(("0",), "the vocabulary is the tokenizer's; --vocab-size makes room for more"),
     }
@@ -315,6 +329,11 @@ ACCEPTED: Mapping[str, str] = _rows(
             "codecarbon-dir",
         ),
         ("the console has one level of messages", "log-level log-level-replica"),
+        ("lines with figures have their time, and one rank writes them", "structured-logs"),
+        (
+            "the console is not copied to files; a launcher does that: torchrun's --log-dir, sbatch's --output",
+            "structured-logs-dir",
+        ),
         ("training and evaluation read ahead alike, as --num-workers says", "valid-num-workers"),
         (
             "layers are shared out by what embedding and head cost, or as --pipeline-split says",
@@ -376,6 +395,11 @@ REFUSED: Mapping[str, str] = _rows(
         ("optimizer states have the master weights' format", "use-bnb-optimizer"),
         ("special tokens have the names that Megatron-LM's defaults give them", "tiktoken-special-tokens"),
         ("the micro-batches of a step follow from the sizes of the batch", "gas"),
+        ("every layer computes all tokens of a row", "random-ltd"),
+        (
+            "sample k of the run is a function of the seed and k, in an order that no file holds",
+            "train-doc-idx-path train-sample-idx-path train-shuffle-idx-path",
+        ),
         ("every sample has --seq-length tokens", "variable-seq-lengths"),
         (
             _WHOLE_SEQUENCES,
@@ -414,9 +438,11 @@ INSTEAD: Mapping[str, str] = _rows(
         ),
         ("--distributed-backend NAME", "pipeline-model-parallel-comm-backend"),
         ("--swiglu", "glu-activation"),
+        ("--group-query-attention --num-query-groups N", "attention-head-type"),
         ("--config DIR/config.yaml", "use-checkpoint-args"),
         ("--load DIR --finetune", "reset-iteration no-load-lr-state"),
         ("--global-batch-size SAMPLES", "gas"),
+        ("--seed N", "train-doc-idx-path train-sample-idx-path train-shuffle-idx-path"),
         ("--zero-stage 3", "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy"),
         ("--recompute-num-layers N", "custom-recompute-layers-per-stage"),
         (

@@ -76,6 +76,7 @@ INNER = """
 --log-learning-rate-to-tensorboard --expert-tensor-parallel-size 1
 --encoder-tensor-model-parallel-size 0
 """
+HF = "--tokenizer-type HuggingFaceTokenizer"
 GOOD = [
     word
     for name, value in SMALL.items()
@@ -162,6 +163,9 @@ def test_flags_of_inner_workings_earn_a_notice_each() -> None:
         ("--lazy-mpu-init", "set up at the start"),
         ("--non-persistent-save-interval 10", "give --save-interval"),
         ("--pretrained-checkpoint dir", "--load with --finetune"),
+        ("--attention-head-type grouped", "--group-query-attention --num-query-groups N"),
+        ("--random-ltd", "every layer computes all tokens of a row"),
+        ("--train-doc-idx-path order.npy", "a function of the seed"),
     ],
 )
 def test_effects_that_are_not_there_are_refused(words: str, told: str) -> None:
@@ -337,6 +341,25 @@ def test_a_refusal_does_the_arithmetic(words: str, legal: str) -> None:
         ("--no-position-embedding --position-embedding-type alibi", "--position-embedding-type alibi"),
         ("--no-position-embedding", "--position-embedding-type none"),
         ("--num-key-value-heads 2", "--group-query-attention --num-query-groups 2"),
+        ("--attention-head-type multiquery", "--group-query-attention --num-query-groups 1"),
+        ("--attention-head-type multihead --structured-logs --structured-logs-dir logs", ""),
+        (
+            "--wandb-project-name code --wandb-entity-name us",
+            "--wandb-project code --wandb-entity us",
+        ),
+        # BigCode's flags: a rate alone rearranges samples there, and fragments have a rate of their own.
+        (f"{HF} --tokenizer-file FILE --fim-rate 0.4", f"{HF} --tokenizer-model FILE --fim-data --fim-rate 0.4"),
+        (f"{HF} --tokenizer-file FILE --fim-rate 0.4 --fim-data false", f"{HF} --tokenizer-model FILE --fim-rate 0.4"),
+        (
+            f"{HF} --tokenizer-file FILE --fim-rate 0.4 --fim-split-sample <file>",
+            f"{HF} --tokenizer-model FILE --fim-data --fim-rate 0.4 --fim-split-sample <file> --fim-fragment-rate 0.5",
+        ),
+        (
+            f"{HF} --tokenizer-file FILE --fim-rate 0.4 --fim-split-sample <file> --fragment-fim-rate 0.1",
+            f"{HF} --tokenizer-model FILE --fim-data --fim-rate 0.4 --fim-split-sample <file> --fim-fragment-rate 0.1",
+        ),
+        (f"{HF} --tokenizer-file FILE", f"{HF} --tokenizer-model FILE"),
+        ("--iterations-to-skip 3 5-6", "--skip-train-iteration-range 3 5-6"),
     ],
 )
 def test_old_spellings_mean_what_they_meant(words: str, same: str) -> None:
@@ -350,6 +373,8 @@ def test_old_spellings_mean_what_they_meant(words: str, same: str) -> None:
         ("Llama2Tokenizer --tokenizer-model FILE", "SentencePieceTokenizer"),
         ("PretrainedFromHF --tokenizer-name-or-path FILE", "HuggingFaceTokenizer"),
         ("TokenizerFromFile --vocab-file FILE", "HuggingFaceTokenizer"),
+        ("TokenizerFromFile --tokenizer-file FILE", "HuggingFaceTokenizer"),
+        ("TokenizerFromFileWithFIM --tokenizer-file FILE", "HuggingFaceTokenizer"),
         ("HuggingFaceTokenizer --tokenizer-model FILE", "HuggingFaceTokenizer"),
     ],
 )

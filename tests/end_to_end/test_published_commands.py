@@ -66,6 +66,18 @@ BLOOM = """
 --distributed-backend {gloo} --deepspeed --deepspeed_config BLOOM_CONFIG --zero-stage 0
 --deepspeed-activation-checkpointing
 """
+# Those of StarCoder's training but for Weights & Biases; attention has one head of keys and values.
+STARCODER = """
+--tensor-model-parallel-size {2} --pipeline-model-parallel-size {1} --sequence-parallel --num-layers {2}
+--hidden-size {32} --num-attention-heads {4} --attention-head-type multiquery --init-method-std 0.01275
+--seq-length {16} --max-position-embeddings {16} --attention-dropout 0.1 --hidden-dropout 0.1 --micro-batch-size {2}
+--global-batch-size {8} --lr 0.0003 --min-lr 0.00003 --train-iters {6} --lr-decay-iters {6} --lr-decay-style cosine
+--lr-warmup-iters {2} --weight-decay .1 --adam-beta2 .95 --clip-grad 1.0 --bf16 --use-flash-attn --fim-rate 0.5
+--log-interval 10 --save-interval 2500 --eval-interval 2500 --eval-iters 2 --use-distributed-optimizer
+--valid-num-workers 0 --tokenizer-type TokenizerFromFile --tokenizer-file CODE --save SAVED --load SAVED
+--train-weighted-split-paths-path TRAIN --valid-weighted-split-paths-path VALID --structured-logs
+--structured-logs-dir LOGS --tensorboard-dir FIGURES
+"""
 BLOOM_CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "train_batch_size": 4,
@@ -124,7 +136,9 @@ def words_of(text: str, folder: Path) -> list[str]:
     (folder / "llama.json").write_text(json.dumps(LLAMA_CONFIG))
     (folder / "bloom.json").write_text(json.dumps(BLOOM_CONFIG))
     (folder / "tokenizer").mkdir()
-    write_hugging_face_files(folder / "tokenizer", "byte-level")
+    code = write_hugging_face_files(folder / "tokenizer", "byte-level")
+    code.add_special_tokens(["<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"])
+    code.save(str(folder / "code.json"))
     data, other = (write_corpus(folder / name, documents) for name in ("text_document", "code_text_document"))
     mixture = f"0.7 {{0}} {data}, 0.3 {{0}} {other}"
     train = f'"train: {mixture.format("0:0.950")}"\n'
@@ -135,6 +149,7 @@ def words_of(text: str, folder: Path) -> list[str]:
         **{"DATA": data, "VOCAB": vocabulary, "MERGES": merges, "TOKENIZER": str(folder / "tokenizer")},
         **{"TRAIN": str(folder / "train-splits.txt"), "VALID": str(folder / "valid-splits.txt")},
         **{"BLOOM_CONFIG": str(folder / "bloom.json"), "KILL": str(folder / "kill-switch")},
+        **{"CODE": str(folder / "code.json"), "LOGS": str(folder / "logs")},
         **{
             "SAVED": str(folder / "saved"),
             "FIGURES": str(folder / "figures"),
@@ -149,8 +164,11 @@ def words_of(text: str, folder: Path) -> list[str]:
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("text", "consumed"),
-    [(GPT_3, [2, 4, 8, 12, 20, 28]), *((text, [8, 16, 24, 32, 40, 48]) for text in (ZERO, LLAMA_3, LLAMA_2))],
-    ids=["GPT-3", "ZeRO", "Llama 3", "Llama 2"],
+    [
+        (GPT_3, [2, 4, 8, 12, 20, 28]),
+        *((text, [8, 16, 24, 32, 40, 48]) for text in (ZERO, LLAMA_3, LLAMA_2, STARCODER)),
+    ],
+    ids=["GPT-3", "ZeRO", "Llama 3", "Llama 2", "StarCoder"],
 )
 def test_a_published_example_trains(text: str, consumed: list[int], tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"

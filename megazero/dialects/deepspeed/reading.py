@@ -30,6 +30,7 @@ from megazero.config.values import (
 from megazero.dialects.deepspeed.keys import (
     ACCEPTED,
     ALIASES,
+    CURRICULA,
     HONOURED,
     KNOWN,
     METRICS,
@@ -216,7 +217,16 @@ def _take_section(file: ParsedFile, location: Location, path: str, value: Any) -
         file.params[path] = value
     else:
         file.sections.add(path)
-        _walk(file, location, path, value)
+        _walk(file, location, path, _without_unread_metrics(path, value))
+
+
+def _without_unread_metrics(path: str, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a section without the metrics of other kinds in a curriculum that it turns off, which nothing reads."""
+    curriculum, _, name = METRICS.rpartition(".")
+    metrics = section.get(name)
+    if path != curriculum or not isinstance(metrics, Mapping) or as_boolean(section.get("enabled", False)) is not False:
+        return section
+    return {**section, name: {key: value for key, value in metrics.items() if f"{METRICS}.{key}" in CURRICULA}}
 
 
 def _take_value(file: ParsedFile, location: Location, path: str, value: Any) -> None:

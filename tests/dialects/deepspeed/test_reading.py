@@ -259,6 +259,15 @@ def test_a_comment_is_no_key() -> None:
     assert not reading.diagnostics.problems and "a comment" in reading.diagnostics.notices[0]
 
 
+@pytest.mark.parametrize(("switch", "found"), [({"enabled": False}, 0), ({}, 0), ({"enabled": True}, 1)], ids=str)
+def test_metrics_of_a_curriculum_that_is_off_may_be_of_any_kind(switch: dict[str, Any], found: int) -> None:
+    """Templates of scripts keep them, under names such as dummy."""
+    curriculum = {**switch, "curriculum_metrics": {"dummy": {"min_difficulty": 1}}}
+    sampling = {"enabled": True, "curriculum_learning": curriculum}
+    problems = read({"data_efficiency": {"enabled": True, "data_sampling": sampling}}, "ds").diagnostics.problems
+    assert len(problems) == found and all("curriculum_metrics.dummy" in problem.given for problem in problems)
+
+
 def test_a_key_in_another_place_is_told() -> None:
     problem = only(of("zero_optimization.zero_allow_untested_optimizer", True))
     assert problem.legal == "zero_allow_untested_optimizer: true"
