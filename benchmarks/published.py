@@ -78,7 +78,7 @@ source() { [[ ! -f "$1" ]] || builtin source "$@"; }
 cd() { builtin cd "$@" 2>/dev/null || true; }
 set() { :; }
 """
-_LAUNCHERS = "python python3 torchrun deepspeed srun mpirun mpiexec aprun jsrun ibrun accelerate nsys"
+_LAUNCHERS = "python python3 torchrun deepspeed srun mpirun mpiexec aprun jsrun ibrun accelerate nsys uv"
 _NOTHING = "sbatch scontrol nvidia-smi wget curl pip git ssh pdsh module conda source-env sleep ifconfig ip ds_ssh"
 _SANDBOX = """
 mount -t tmpfs none "$PLACE" && mkdir -p "$PLACE"/{up,work,root} &&

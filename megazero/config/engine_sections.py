@@ -24,6 +24,7 @@ class ZeroConfig:
         help="0: every process holds all model states; 1: optimizer states are partitioned; 2: gradients too;"
         " 3: parameters too",
         beyond="there is nothing left to partition after stage 3",
+        aliases=("data-parallel-sharding-strategy",),
         ge=0,
         le=3,
     )

@@ -38,6 +38,7 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "fp8-hybrid": Shorthand("fp8_format", "hybrid"),
         "fp8-e4m3": Shorthand("fp8_format", "e4m3"),
         "use-distributed-optimizer": Shorthand("zero_stage", "1", gives_way_to=("2", "3")),
+        "use-torch-fsdp2": Shorthand("zero_stage", "3"),
         "overlap-grad-reduce": Shorthand("overlap_comm", "true"),
         "recompute-activations": Shorthand("recompute_granularity", "selective"),
         "checkpoint-activations": Shorthand("recompute_granularity", "full"),
@@ -92,11 +93,14 @@ _PUBLISHED = (
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
 
-# {setting: {other name of one of its values: megazero's}}
+# {name of a setting: {other name of one of its values: megazero's}}
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "position_embedding_type": MappingProxyType({"rotary": "rope", "absolute": "learned_absolute"}),
         "normalization": MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}),
+        "data_parallel_sharding_strategy": MappingProxyType(
+            {"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"}
+        ),
     }
 )
 
@@ -204,6 +208,14 @@ ACCEPTED: Mapping[str, str] = _rows(
             "cpu-torch-adam use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d",
         ),
         ("the ZeRO engine is built in; --zero-stage or --deepspeed-config chooses the stage", "deepspeed"),
+        (
+            "the ZeRO engine is built in; --zero-stage or --data-parallel-sharding-strategy chooses the stage",
+            "use-megatron-fsdp use-custom-fsdp",
+        ),
+        (
+            "gathered parameters lie in buffers of constant size that are used again and again",
+            "fsdp-double-buffer fsdp-manual-registration fsdp-db-use-persist-buf-on-alloc-fail",
+        ),
         ("every bucket is already cut into equal slices for all ranks", "round-robin-gradients"),
         (
             "there is one implementation of recomputation; --recompute-granularity chooses what it is of",
@@ -251,7 +263,7 @@ ACCEPTED: Mapping[str, str] = _rows(
         ),
         (
             "which process groups there are follows from the layout; NCCL is tuned by its own environment variables",
-            "use-sharp high-priority-stream-groups nccl-communicator-config-path enable-gloo-process-groups"
+            "use-sharp use-nccl-ub high-priority-stream-groups nccl-communicator-config-path enable-gloo-process-groups"
             " disable-gloo-process-groups",
         ),
         (
@@ -328,7 +340,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "this figure is not computed, and training is the same without it",
             "codecarbon-dir",
         ),
-        ("the console has one level of messages", "log-level log-level-replica"),
+        ("the console has one level of messages", "log-level log-level-replica logging-level"),
         ("lines with figures have their time, and one rank writes them", "structured-logs"),
         (
             "the console is not copied to files; a launcher does that: torchrun's --log-dir, sbatch's --output",
@@ -373,10 +385,6 @@ REFUSED: Mapping[str, str] = _rows(
         (
             "a GPT has no encoder; --pipeline-split shares out its layers",
             "pipeline-model-parallel-split-rank encoder-pipeline-model-parallel-size",
-        ),
-        (
-            "it is another engine's flag; --zero-stage 3 partitions parameters",
-            "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy",
         ),
         ("settings are given anew; a saved run's resolved file can be given as --config", "use-checkpoint-args"),
         ("saving waits until the files are written", "async-save"),
@@ -443,7 +451,6 @@ INSTEAD: Mapping[str, str] = _rows(
         ("--load DIR --finetune", "reset-iteration no-load-lr-state"),
         ("--global-batch-size SAMPLES", "gas"),
         ("--seed N", "train-doc-idx-path train-sample-idx-path train-shuffle-idx-path"),
-        ("--zero-stage 3", "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy"),
         ("--recompute-num-layers N", "custom-recompute-layers-per-stage"),
         (
             "--recompute-granularity full --checkpoint-in-cpu",

@@ -249,7 +249,7 @@ def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
             "--deepspeed-config a.json --deepspeed-config b.json",
             "one",
         ),
-        ("--use-torch-fsdp2", "--use-torch-fsdp2", "--zero-stage 3 partitions parameters"),
+        ("--async-save", "--async-save", "saving waits until the files are written"),
         ("--prescale-gradients 3", "--prescale-gradients 3", "true or false"),
         (
             "--zero-stage 3 --prefetch-bucket-size 5 --stage3-prefetch-bucket-size 6",

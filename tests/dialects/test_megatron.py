@@ -97,9 +97,9 @@ def test_shorthands_set_real_settings() -> None:
 
 
 def test_what_counted_as_a_refusal_before_stage_3() -> None:
-    """DeepSpeed's configuration file is read, and flags of other engines point to the ZeRO stage that does the same."""
+    """DeepSpeed's configuration file is read, and flags of other engines set the ZeRO stage that does the same."""
     assert "deepspeed-config" not in REFUSED
-    assert "--zero-stage 3" in REFUSED["use-megatron-fsdp"] and "--zero-stage 3" in REFUSED["use-torch-fsdp2"]
+    assert SHORTHANDS["use-torch-fsdp2"].value == "3" and "--zero-stage" in ACCEPTED["use-megatron-fsdp"]
     assert SHORTHANDS["use-distributed-optimizer"].gives_way_to == ("2", "3")
 
 
@@ -309,7 +309,7 @@ def test_few_published_flags_of_a_gpt2_are_refused() -> None:
             "a number of chunks by which 16 layers / 4 pipeline stages can be divided",
         ),
         ("--num-experts 8", "--num-experts 1"),
-        ("--use-megatron-fsdp", "--zero-stage 3 in place of --use-megatron-fsdp"),
+        ("--use-checkpoint-args", "--config DIR/config.yaml in place of --use-checkpoint-args"),
     ],
 )
 def test_a_refusal_does_the_arithmetic(words: str, legal: str) -> None:
@@ -359,6 +359,14 @@ def test_a_refusal_does_the_arithmetic(words: str, legal: str) -> None:
             f"{HF} --tokenizer-model FILE --fim-data --fim-rate 0.4 --fim-split-sample <file> --fim-fragment-rate 0.1",
         ),
         (f"{HF} --tokenizer-file FILE", f"{HF} --tokenizer-model FILE"),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer",
+            "--zero-stage 3",
+        ),
+        ("--data-parallel-sharding-strategy optim_grads", "--zero-stage 2"),
+        ("--data-parallel-sharding-strategy optim", "--zero-stage 1"),
+        ("--data-parallel-sharding-strategy no_shard --use-custom-fsdp", "--zero-stage 0"),
+        ("--use-torch-fsdp2", "--zero-stage 3"),
         ("--iterations-to-skip 3 5-6", "--skip-train-iteration-range 3 5-6"),
     ],
 )
