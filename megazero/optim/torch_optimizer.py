@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 
@@ -385,7 +386,8 @@ def _reason_against(recipe: _Recipe) -> str | None:
     closure = inspect.signature(recipe.kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return "its step asks for a closure that evaluates the model again"
-    with torch.random.fork_rng(devices=[]):
+    # The trials compute also where other tensors have no values.
+    with torch.random.fork_rng(devices=[]), _disable_current_modes():
         for trial, place in (
             (_reason_against_state, "a matrix with a dense gradient"),
             (_reason_against_pieces, "a flat piece"),

@@ -34,6 +34,8 @@ _CPU = torch.device("cpu")
 # Operators that make views without saying so.
 _VIEWS = frozenset(["_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"])
 
+_NUMBER = "_local_scalar_dense"  # tensor.item()
+
 _storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
 _swap: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-defined]
 
@@ -114,7 +116,7 @@ class Hollow(TorchDispatchMode):
         manner = self._manners.get(func) or self._manners.setdefault(func, _manner(func))
         if manner.grows:
             self._grow(*args)
-        if manner.is_run or (manner.needs_values and not any(map(self._is_hollow, args))):
+        if manner.is_run or self._has_values(manner, args):
             return func(*args, **(kwargs or {}))
         key = func, _signature(args), _signature([*kwargs.items()]) if kwargs else None
         try:
@@ -150,6 +152,14 @@ class Hollow(TorchDispatchMode):
         block.key, block.nbytes, block.address = storage._cdata, nbytes, storage.data_ptr()
         self._blocks[block.key] = block
         return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+
+    def _has_values(self, manner: _Manner, args: Sequence[Any]) -> bool:
+        """Return True for a call that is run for its values: of those that need them, or on a number.
+
+        A torch optimizer counts its steps in a tensor without dimensions and computes with the count.
+        """
+        is_number = bool(args) and type(args[0]) is Tensor and args[0].dim() == 0
+        return (manner.needs_values or is_number) and not any(map(self._is_hollow, args))
 
     def _is_hollow(self, value: object) -> bool:
         return isinstance(value, Tensor) and self._first <= value.data_ptr() < self._end
@@ -240,7 +250,8 @@ def _manner(func: Any) -> _Manner:
     given = tuple(places[mark] for alias in aliases if alias is not None and not is_view for mark in alias.before_set)
     assert not given or len(given) == len(aliases), f"{func} returns both new tensors and given ones"
     return _Manner(
-        is_run=is_view or torch.Tag.inplace_view in func.tags or func.namespace == "profiler",
+        # A hollow number is 0.
+        is_run=is_view or torch.Tag.inplace_view in func.tags or name == _NUMBER or func.namespace == "profiler",
         grows=name in ("resize_", "resize_as_"),
         needs_values=torch.Tag.data_dependent_output in func.tags,
         given=given,

@@ -20,6 +20,11 @@ LAYOUTS: Mapping[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         {"global_batch_size": 8, "zero_stage": 2, "offload_optimizer": "cpu", "precision": "bf16"},
         (2,),
     ),
+    "stage 2, Adafactor": ({"global_batch_size": 4, "zero_stage": 2, "optimizer": "adafactor"}, (2,)),
+    "stage 1, NAdam, fp16": (
+        {"global_batch_size": 4, "zero_stage": 1, "optimizer": "nadam", "precision": "fp16"},
+        (2,),
+    ),
     "tensor parallel, partitioned checkpoints": (
         {"global_batch_size": 2, "tensor_model_parallel_size": 2, **CHECKPOINTS},
         (2,),
