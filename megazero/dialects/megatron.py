@@ -135,6 +135,7 @@ class Fixed:
 
 _WHOLE_SEQUENCES = "attention sees whole sequences; what --sequence-parallel splits is made whole before it"
 _CHUNKS = "the number of chunks follows from their size; give --num-layers-per-virtual-pipeline-stage"
+_STATES = "optimizer states and master weights have one format, fp32 or wider"
 _NO_EXPERTS = "there are no experts: every token goes through the one feed-forward layer of its block"
 
 FIXED: Mapping[str, Fixed] = MappingProxyType(
@@ -148,6 +149,10 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "expert-model-parallel-size": Fixed(("1",), _NO_EXPERTS),
         "expert-tensor-parallel-size": Fixed(("1",), _NO_EXPERTS),
         "encoder-tensor-model-parallel-size": Fixed(("0",), "a GPT has no encoder"),
+        "main-grads-dtype": Fixed(("fp32",), "the sums of gradients are fp32, or have the format of --precision"),
+        "main-params-dtype": Fixed(("fp32",), _STATES),
+        "exp-avg-dtype": Fixed(("fp32",), _STATES),
+        "exp-avg-sq-dtype": Fixed(("fp32",), _STATES),
         "attention-head-type": Fixed(
             ("multihead", "multiquery"),
             "attention heads have keys and values of their own, or share them in groups or all together",
@@ -290,12 +295,14 @@ ACCEPTED: Mapping[str, str] = _rows(
             "exit-on-missing-checkpoint",
         ),
         ("the data loader never makes attention masks", "no-create-attention-mask-in-dataloader"),
+        ("no index of samples is built: their order is a function of the seed", "num-dataset-builder-threads"),
+        ("it lets other flags choose the formats of gradients and states", "use-precision-aware-optimizer"),
         ("SIGTERM, SIGINT, SIGHUP and SIGUSR1 always save and exit", "exit-signal-handler exit-signal"),
         ("throughput is always reported", "log-throughput"),
         (
             "batch size, loss scale, learning rate and world size are always logged",
             "log-batch-size-to-tensorboard log-loss-scale-to-tensorboard log-learning-rate-to-tensorboard"
-            " log-world-size-to-tensorboard",
+            " log-world-size-to-tensorboard no-log-loss-scale-to-tensorboard no-log-learning-rate-to-tensorboard",
         ),
         ("torchrun tells a process its local rank", "local-rank"),
         ("every process writes its own part of a checkpoint", "ckpt-fully-parallel-save use-dist-ckpt"),
@@ -404,6 +411,7 @@ REFUSED: Mapping[str, str] = _rows(
         ("special tokens have the names that Megatron-LM's defaults give them", "tiktoken-special-tokens"),
         ("the micro-batches of a step follow from the sizes of the batch", "gas"),
         ("every layer computes all tokens of a row", "random-ltd"),
+        ("signals ask a run to save and stop, and one file does", "trigger-path"),
         (
             "sample k of the run is a function of the seed and k, in an order that no file holds",
             "train-doc-idx-path train-sample-idx-path train-shuffle-idx-path",
@@ -447,6 +455,8 @@ INSTEAD: Mapping[str, str] = _rows(
         ("--distributed-backend NAME", "pipeline-model-parallel-comm-backend"),
         ("--swiglu", "glu-activation"),
         ("--group-query-attention --num-query-groups N", "attention-head-type"),
+        ("--accumulate-allreduce-grads-in-fp32 false", "main-grads-dtype"),
+        ("--kill-switch-path FILE", "trigger-path"),
         ("--config DIR/config.yaml", "use-checkpoint-args"),
         ("--load DIR --finetune", "reset-iteration no-load-lr-state"),
         ("--global-batch-size SAMPLES", "gas"),

@@ -74,7 +74,9 @@ INNER = """
 --cross-entropy-fusion-impl te
 --barrier-with-level-1-timing --no-barrier-with-level-1-timing --log-progress --log-loss-scale-to-tensorboard
 --log-learning-rate-to-tensorboard --expert-tensor-parallel-size 1
---encoder-tensor-model-parallel-size 0
+--encoder-tensor-model-parallel-size 0 --use-precision-aware-optimizer --main-grads-dtype fp32
+--main-params-dtype fp32 --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32 --num-dataset-builder-threads 4
+--no-log-loss-scale-to-tensorboard --no-log-learning-rate-to-tensorboard
 """
 HF = "--tokenizer-type HuggingFaceTokenizer"
 GOOD = [
@@ -164,6 +166,9 @@ def test_flags_of_inner_workings_earn_a_notice_each() -> None:
         ("--non-persistent-save-interval 10", "give --save-interval"),
         ("--pretrained-checkpoint dir", "--load with --finetune"),
         ("--attention-head-type grouped", "--group-query-attention --num-query-groups N"),
+        ("--main-grads-dtype bf16", "--accumulate-allreduce-grads-in-fp32 false"),
+        ("--exp-avg-dtype bf16", "have one format"),
+        ("--trigger-path dir", "--kill-switch-path FILE"),
         ("--random-ltd", "every layer computes all tokens of a row"),
         ("--train-doc-idx-path order.npy", "a function of the seed"),
     ],
