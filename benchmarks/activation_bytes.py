@@ -2,7 +2,7 @@
 
     python benchmarks/activation_bytes.py [--output FILE]
 
-A *dry run* takes a real training step of one rank out of many on tensors without values (FakeTensorMode), over process
+A *dry run* takes a real training step of one rank out of many on hollow tensors (`megazero plan`'s), over process
 groups that send nothing, while the ledger counts bytes: it executes a run's code, but takes no memory and only seconds.
 *Left for backward* are the bytes that the ledger counts as activations and activation checkpoints when forward has
 ended; every storage of them is traced to the module and the operation that made it, and those to the terms of the
@@ -13,7 +13,7 @@ formula of Reducing Activation Recomputation in Large Transformer Models (Korthi
 How much the attention core leaves depends on its kernel, so there are four; the first two come with a GPU's dropout:
 
     unfused      what the formula counts: scores, softmax, its dropout and its product, each an operation
-    GPU's flash  the operation that CUDA has, on fake CPU tensors; nothing of s x s
+    GPU's flash  the operation that CUDA has, on a CPU's hollow tensors; nothing of s x s
     CPU's flash  what PyTorch takes on a CPU without attention dropout; nothing of s x s
     CPU's math   what PyTorch takes on a CPU with attention dropout; in float32, whatever the model's dtype
 """
@@ -31,7 +31,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from report import HelpFormat, add_output, command, paragraph, publish, table, tell, today
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,6 +46,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import Phase
 from megazero.parallel.topology import Topology
+from megazero.planner.dry_run import dry_tensors
 from megazero.planner.kernels import gpu_kernels
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
@@ -75,7 +75,7 @@ class Case:
     dropout: float = 0.1
     precision: str = "fp16"
     activations: Mapping[str, Any] = field(default_factory=dict)
-    is_fake: bool = True
+    is_hollow: bool = True
 
     @property
     def sbh(self) -> int:
@@ -133,8 +133,8 @@ def dry_run(case: Case) -> Seen:
     device = torch.device("cpu")
     births = Births()
     with ExitStack() as stack:
-        if case.is_fake:
-            stack.enter_context(FakeTensorMode())
+        if case.is_hollow:
+            stack.enter_context(dry_tensors())
         ledger = ForwardLedger(device, births)
         for context in (ledger, births, births.in_modules(), kernels(case.kernels)):
             stack.enter_context(context)
@@ -405,7 +405,7 @@ def main() -> None:
     add_output(parser)
     output = parser.parse_args().output
     heading = (
-        f"{today()}; `{command(sys.argv)}`, torch {torch.__version__}; fake tensors, one rank of many, so that no"
+        f"{today()}; `{command(sys.argv)}`, torch {torch.__version__}; hollow tensors, one rank of many, so that no"
         " figure depends on the machine. Bytes where nothing else is said; 1 GB = 1e9 bytes."
     )
     gpt2 = report_gpt2({name: timed(name, case) for name, case in GPT2.items()})

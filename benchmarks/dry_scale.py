@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from report import HelpFormat, add_output, heading, new_record, paragraph, publish, table, tell
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megazero
 from megazero.comm.mesh import Mesh
@@ -31,6 +30,7 @@ from megazero.config.values import RawValue
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
+from megazero.planner.dry_run import dry_tensors
 from megazero.train.build import build_components, step_context
 from megazero.train.components import RunComponents
 from megazero.train.step import StepControls, training_step
@@ -113,7 +113,7 @@ def measure(case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     config, topology = configured(case), Topology(tp=case.tp, pp=case.pp, dp=case.dp)
     rank, device = case.world_size // 2, torch.device("cpu")
-    with FakeTensorMode():
+    with dry_tensors():
         buffers = FusedBuffers(0, device)
         mesh = dry_mesh(topology, rank, device, buffers, is_gpu=True, meter=Meter())
         core = build_components(config, mesh, buffers, vocab_size=VOCABULARY)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from report import HelpFormat, tell
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero.comm.startup import make_mesh
@@ -27,6 +26,7 @@ from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import CATEGORIES, StepMemory
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
+from megazero.planner.dry_run import dry_tensors
 from megazero.report.history import read_history
 from megazero.report.pictures.chart import CURVES_SIZE, curve_parts
 from megazero.report.pictures.layout_picture import layout_parts
@@ -75,7 +75,8 @@ def step_of_stage(stage: int, shape: Mapping[str, Any], replicas: int) -> StepMe
     assert outcome.config is not None, outcome.problems
     dist.init_process_group("fake", rank=0, world_size=replicas, store=FakeStore())
     device = torch.device("cpu")
-    with FakeTensorMode(), Ledger(device) as ledger:
+    ledger = Ledger(device)
+    with dry_tensors(ledger), ledger:
         buffers = FusedBuffers(0, device, ledger=ledger)
         mesh = make_mesh(Topology(dp=replicas), 0, device, buffers)
         parts = build_components(outcome.config, mesh, buffers, vocab_size=shape["vocab_size"], ledger=ledger)

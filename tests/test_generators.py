@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.generators import DefaultGenerators
+from megazero.planner.hollow import Hollow
 
 CPU = torch.device("cpu")
 
@@ -29,14 +29,14 @@ def test_drawing_does_not_change_a_state_that_was_taken() -> None:
 
 
 def test_a_gpu_that_is_not_there_has_none() -> None:
-    """Without a GPU a CUDA device, which fake tensors may be on, adds no state."""
+    """Without a GPU a CUDA device, which torch's fake tensors may be on, adds no state."""
     device = torch.device("cpu" if torch.cuda.is_available() else "cuda")
     assert len(DefaultGenerators(device).get_state()) == 1
 
 
-def test_states_among_fake_tensors() -> None:
+def test_states_among_hollow_tensors() -> None:
     generators = DefaultGenerators(CPU)
-    with FakeTensorMode():
+    with Hollow():
         generators.set_state(generators.get_state())
         assert torch.rand(3).shape == (3,)
 

@@ -40,7 +40,7 @@ class LocalCommunicator:
 
 
 def _copy(output: Tensor, input: Tensor) -> Work:
-    # Compared by storage and offset, since a fake tensor has no address.
+    # Compared by storage and offset, since meta tensors have no address.
     is_same = (output.untyped_storage()._cdata, output.storage_offset()) == (
         input.untyped_storage()._cdata,
         input.storage_offset(),

@@ -60,7 +60,6 @@ class Arena:
 
     def contains(self, tensor: Tensor) -> bool:
         """Return True if the tensor lies in the arena."""
-        # Storages are compared, since a fake tensor has no address.
         return bool(tensor.untyped_storage()._cdata == self._storage.untyped_storage()._cdata)
 
     def pin(self, block: Block) -> None:

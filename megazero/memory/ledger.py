@@ -47,9 +47,6 @@ from megazero.memory.ledger_limit import MIB, MemoryLimit, limit_error
 # PyTorch's CUDA allocator gives out multiples of this.
 _CUDA_UNIT_BYTES = 512
 
-# A fake tensor answers `.device` by an operation, which a real one does not run.
-_DEVICE_READ = torch.ops.prim.device.default
-
 
 class _Label:
     """The category of a storage, shared by all its changes; until it is fixed by a tag, it may be corrected.
@@ -98,8 +95,7 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not _DEVICE_READ:
-            self.show(result)
+        self.show(result)
         return result
 
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megazero.config.model import ModelConfig
 from megazero.parallel.param_spec import Init, ParamSpec, named_specs
@@ -56,12 +55,9 @@ def initial_value(spec: ParamSpec, seed: int, *, like: Tensor | None = None) -> 
 
 
 def fill_initial_(target: Tensor, spec: ParamSpec, seed: int) -> None:
-    """Write the initial value of `spec` into target [spec.numel]; padding becomes zero.
-
-    A fake or meta tensor has no values: it is zeroed, so that its memory is counted.
-    """
+    """Write the initial value of `spec` into target [spec.numel]; padding becomes zero, as is all of a meta tensor."""
     target.zero_()
-    if isinstance(target, FakeTensor) or target.is_meta or spec.init.kind == "zeros":
+    if target.is_meta or spec.init.kind == "zeros":
         return
     box = spec.box
     local = target.view(-1, spec.local_shape[-1])

@@ -6,7 +6,7 @@ start-up, two steps, an evaluation and a save, the last two where the run has th
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -97,6 +97,17 @@ class RankRecord(NamedTuple):
     padded_numel: int
 
 
+@contextmanager
+def dry_tensors(ledger: Ledger | None = None) -> Iterator[None]:
+    """Make all tensors hollow inside, and draw no initial values, for which parameters have no memory.
+
+    ledger: the one that counts them, which is told where a storage is resized.
+    """
+    hollow = Hollow() if ledger is None else Hollow(ledger.storage_resized)
+    with hollow, patch.object(initial_values, "_slices", lambda spec, seed: ()):
+        yield
+
+
 class DryRank:
     """One rank of a job, with its components, in the contexts that make it dry; close it with the stack."""
 
@@ -111,8 +122,7 @@ class DryRank:
         )
         self.recorder = Recorder(self.ledger, job.topology, rank, job.nodes, is_gpu=job.is_gpu)
         attention = kernels(is_gpu=job.is_gpu, attention=job.config.training.attention_backend)
-        undrawn = patch.object(initial_values, "_slices", lambda spec, seed: ())  # parameters have no initial values
-        for context in (Hollow(self.ledger.storage_resized), self.ledger, self.recorder, attention, undrawn):
+        for context in (dry_tensors(self.ledger), self.ledger, self.recorder, attention):
             stack.enter_context(context)
         self.records: dict[Part, PartRecord] = {}
 

@@ -3,12 +3,14 @@
 In a `Hollow` context operations make tensors with a shape, a storage and an address, and without values.  What only
 looks at storages or makes views runs as it always does, so that views, sizes and addresses are those of real tensors.
 What would compute is not run: for every operator and form of its arguments torch's fake tensors say once what comes out
-(`FakeTensorMode`), and from then on a call makes that and no more.
+(`FakeTensorMode`), and from then on a call makes that and no more.  Single elements of real tensors, such as the number
+of steps that `torch.tensor` has made, are computed.
 
 Addresses are of a range that is reserved in a process and never written, so that a storage may have terabytes.  It
-reads as zeros; what writes there beside torch's operators, as NumPy does, ends the process.
+reads as zeros, also when the context has ended; what writes there beside torch's operators in it ends the process.
 """
 
+import gc
 import math
 import mmap
 import weakref
@@ -84,6 +86,7 @@ class Hollow(TorchDispatchMode):
     def __init__(self, resized: Callable[[torch.UntypedStorage], None] = lambda storage: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._resized = resized
+        self._reserved: mmap.mmap | None = None
         self._first = self._next = self._end = 0  # addresses; those before the next one have been given out
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # addresses given back, by their bytes
         self._blocks: dict[int, _Block] = {}
@@ -100,15 +103,16 @@ class Hollow(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._contexts.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resize_method()))
         self._contexts.enter_context(patch.object(torch.UntypedStorage, "resizable", self._resizable_method()))
-        reserved = self._contexts.enter_context(_reserved())
-        self._first = self._next = int(np.frombuffer(reserved, np.uint8).ctypes.data)
-        self._end = self._first + len(reserved)
+        self._reserved = _reserved()
+        self._first = self._next = int(np.frombuffer(self._reserved, np.uint8).ctypes.data)
+        self._end = self._first + len(self._reserved)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._contexts.close()
+        self._reserved = None  # it is kept by the storages that are left, which may still be printed
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -116,13 +120,15 @@ class Hollow(TorchDispatchMode):
         manner = self._manners.get(func) or self._manners.setdefault(func, _manner(func))
         if manner.grows:
             self._grow(*args)
-        if manner.is_run or self._has_values(manner, args):
+        if manner.is_run or (manner.needs_values and self._has_values(args, kwargs)):
             return func(*args, **(kwargs or {}))
         key = func, _signature(args), _signature([*kwargs.items()]) if kwargs else None
         try:
-            result = self._results[key]
+            result, is_small = self._results[key]
         except KeyError:
-            result = self._results[key] = self._result(func, args, kwargs or {})
+            result, is_small = self._results[key] = self._result(func, args, kwargs or {})
+        if is_small and self._has_values(args, kwargs):
+            return func(*args, **(kwargs or {}))
         if manner.given:
             found = [(kwargs or {})[place] if isinstance(place, str) else args[place] for place in manner.given]
             return found[0] if len(found) == 1 else tuple(found)
@@ -132,8 +138,11 @@ class Hollow(TorchDispatchMode):
             return type(result)([self._tensor(one) if type(one) is _Form else one for one in result])
         return result
 
-    def _result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operator returns for arguments of these forms, with a form in place of every tensor."""
+    def _result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
+        """Return what an operator returns for arguments of these forms, with a form in place of every tensor.
+
+        The second result is True if no tensor that it returns has more than one element.
+        """
         with self._fake:
             given, named = tree_map_only(Tensor, _fake, (tuple(args), dict(kwargs)))
             result = func(*given, **named)
@@ -141,28 +150,28 @@ class Hollow(TorchDispatchMode):
         pairs = zip(before, after, strict=True)
         if any(isinstance(one, Tensor) and one.shape != other.shape for one, other in pairs):
             raise NotImplementedError(f"{func} changes the shape of what it is given, which no hollow tensor does")
-        return tree_map_only(Tensor, _form, result)
+        is_small = all(one.numel() <= 1 for one in tree_leaves(result) if isinstance(one, Tensor))
+        return tree_map_only(Tensor, _form, result), is_small
 
     def _tensor(self, form: _Form) -> Tensor:
         dtype, device, nbytes, offset, shape, strides = form
         if device != _CPU:  # torch's meta tensors have no memory anyway
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
         storage = _storage_at(self._take(nbytes), _CPU, nbytes)
+        storage.reserved = self._reserved
         block = _Block(storage, self._died)
         block.key, block.nbytes, block.address = storage._cdata, nbytes, storage.data_ptr()
         self._blocks[block.key] = block
         return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
 
-    def _has_values(self, manner: _Manner, args: Sequence[Any]) -> bool:
-        """Return True for a call that is run for its values: of those that need them, or on a number.
+    def _has_values(self, args: Any, kwargs: Any) -> bool:
+        """Return True for arguments with tensors, none of which is hollow."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_meta]
+        return bool(tensors) and not any(map(self._is_hollow, tensors))
 
-        A torch optimizer counts its steps in a tensor without dimensions and computes with the count.
-        """
-        is_number = bool(args) and type(args[0]) is Tensor and args[0].dim() == 0
-        return (manner.needs_values or is_number) and not any(map(self._is_hollow, args))
-
-    def _is_hollow(self, value: object) -> bool:
-        return isinstance(value, Tensor) and self._first <= value.data_ptr() < self._end
+    def _is_hollow(self, tensor: Tensor) -> bool:
+        """Return True for a hollow tensor, be its storage empty or a slice of another one."""
+        return tensor.untyped_storage()._cdata in self._blocks or self._first <= tensor.data_ptr() < self._end
 
     def _grow(self, tensor: Tensor, shape: Sequence[int] | Tensor, *_: object) -> None:
         """Give the storage of a hollow tensor the bytes that another shape needs."""
@@ -226,9 +235,10 @@ def _reserved() -> mmap.mmap:
         try:
             return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
         except OSError:
-            nbytes //= 2
             if nbytes < _FEWEST_BYTES:
                 raise
+            if not gc.collect():  # earlier tensors, which keep theirs, may be garbage
+                nbytes //= 2
 
 
 def _pages(nbytes: int) -> int:

@@ -14,7 +14,6 @@ from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from support.recomputed_programs import CPU, KEEPINGS, PROGRAMS, WIDTH, Parts, layer, outcome, plain, recomputation
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero.activations.copy_stores import ArenaStore, HostStore
@@ -24,6 +23,7 @@ from megazero.comm.startup import make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.parallel.topology import Topology
+from megazero.planner.hollow import Hollow
 
 
 class Alive:
@@ -212,10 +212,10 @@ def fake_ranks(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("keeping", KEEPINGS)
-def test_a_rank_of_many_with_fake_tensors(keeping: str) -> None:
-    """Shapes, bytes sent and bytes kept with fake tensors are those of real tensors."""
+def test_a_rank_of_many_with_hollow_tensors(keeping: str) -> None:
+    """Shapes, bytes sent and bytes kept with hollow tensors are those of real tensors."""
     rows, size = 1000, 8
-    with fake_ranks(size), FakeTensorMode(), Ledger(CPU) as ledger:
+    with fake_ranks(size), Hollow(), Ledger(CPU) as ledger:
         mesh = make_mesh(Topology(tp=size), 1, CPU, FusedBuffers(0, CPU))
         runs = recomputation(keeping, partition_over=mesh.axis("tp"), ledger=ledger)
         m = Parts()

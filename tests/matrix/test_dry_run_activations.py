@@ -66,9 +66,9 @@ MEASURED: dict[str, dict[str, Any]] = {
     "deeper": gpt2("CPU's flash", 3),
     **{kernels: gpt2(kernels) for kernels in KERNELS},
     **{
-        f"{name}, {'fake' if is_fake else 'real'}": {**SMALL, **case, "is_fake": is_fake}
+        f"{name}, {'hollow' if is_hollow else 'real'}": {**SMALL, **case, "is_hollow": is_hollow}
         for name, case in SMALL_CASES.items()
-        for is_fake in (True, False)
+        for is_hollow in (True, False)
     },
 }
 CASES = {name: {**case, "activations": {**FEW, **case.get("activations", {})}} for name, case in MEASURED.items()}
@@ -147,7 +147,7 @@ def test_the_formula_in_the_literature_is_ours_without_small_terms() -> None:
 
 
 @pytest.mark.parametrize("case", SMALL_CASES)
-def test_fake_tensors_leave_what_real_ones_do(seen: dict[str, dict[str, Any]], case: str) -> None:
+def test_hollow_tensors_leave_what_real_ones_do(seen: dict[str, dict[str, Any]], case: str) -> None:
     """The same small step with values and without has the same bytes in every term, and the same peak."""
-    assert seen[f"{case}, fake"] == seen[f"{case}, real"]
+    assert seen[f"{case}, hollow"] == seen[f"{case}, real"]
     assert seen[f"{case}, real"]["activations"] > 0

@@ -1,4 +1,4 @@
-"""Tests arenas: tensors keep values and identity while their memory moves; real tensors, fake ones, and a ledger."""
+"""Tests arenas: tensors keep values and identity while their memory moves; real tensors, hollow ones, and a ledger."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.each import each
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.memory.arena import Arena, ArenaBlock
 from megazero.memory.ledger import Ledger
+from megazero.planner.hollow import Hollow
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8]
@@ -187,8 +187,8 @@ def test_the_ledger_counts_an_arena_once() -> None:
         assert sum(ledger.live_bytes().values()) == 0
 
 
-def test_fake_tensors_are_allocated_moved_and_released() -> None:
-    with FakeTensorMode():
+def test_hollow_tensors_are_allocated_moved_and_released() -> None:
+    with Hollow():
         arena = Arena(3 * 512, CPU, category="gradients")
         hole, block = take(arena, 512), take(arena, 64, torch.float64)
         assert arena.contains(block.tensor.view(8, 8)) and not arena.contains(torch.empty(3))

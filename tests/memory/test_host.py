@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from support.each import each
 from support.warm_python import warm_python
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.memory.host import HostMemory, HostTensor, host_bandwidth, retain_freed_memory, return_freed_memory
 from megazero.memory.ledger import Ledger
+from megazero.planner.hollow import Hollow
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -189,10 +189,10 @@ def test_only_dense_tensors_of_the_device_are_stored() -> None:
     assert memory.live_bytes == 0
 
 
-@pytest.mark.parametrize("fake", [False, True])
-def test_a_ledger_counts_device_memory_alone(fake: bool) -> None:
+@pytest.mark.parametrize("hollow", [False, True])
+def test_a_ledger_counts_device_memory_alone(hollow: bool) -> None:
     """No buffer is counted as device memory at any moment, not even on a CPU, where both kinds of memory look alike."""
-    mode = FakeTensorMode() if fake else torch.no_grad()
+    mode = Hollow() if hollow else torch.no_grad()
     with mode, Ledger(CPU, limit_bytes=800) as ledger:
         memory = HostMemory(CPU, ledger=ledger)
         kept = []

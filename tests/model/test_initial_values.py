@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import assemble, box_index, build_gpt, context, pieces, small_config
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.model import initial_values as initialize
 from megazero.model.initial_values import initial_value, initialize_
@@ -123,8 +122,3 @@ def test_no_more_than_a_block_is_drawn_at_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(initialize, "_draw", recording)
     initial_value(ParamSpec("w", (4096, 1024), (1024, 1024), (1024, 0), init=NORMAL), 1)
     assert drawn == [1 << 20]  # the one of four blocks that holds this rank's rows
-
-
-def test_fake_tensors_pass() -> None:
-    with FakeTensorMode():
-        assert initial_value(whole_spec((40, 8)), 1).shape == (320,)

@@ -1,5 +1,6 @@
 """Tests that hollow tensors are as real ones in everything but their values."""
 
+import gc
 import resource
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megazero.memory.ledger import Ledger
-from megazero.planner.hollow import Hollow
+from megazero.planner.hollow import RESERVED_BYTES, Hollow
 
 pytestmark = pytest.mark.pure
 
@@ -143,6 +144,9 @@ def test_storages_are_resized_where_they_are() -> None:
     assert view.untyped_storage().nbytes() == 0 and view.shape == (2, 3) and storage.resizable()
     storage.resize_(48)
     assert storage.nbytes() == 48 and view.data_ptr() - flat.data_ptr() == 12
+    single = torch.ones(1)
+    single.untyped_storage().resize_(0)
+    assert single.mul_(2) is single  # it has no address, and values neither
     grown = torch.empty(0, dtype=torch.uint8).resize_(100)
     assert grown.shape == (100,) and grown.untyped_storage().nbytes() == 100
     assert grown.resize_(3, 5).untyped_storage().nbytes() == 100
@@ -176,7 +180,8 @@ def test_numbers_are_counted_and_hollow_ones_are_0() -> None:
     """A torch optimizer counts its steps in such a tensor; what depends on more values than one is refused."""
     steps = torch.tensor(3.5)
     steps += 1
-    assert steps.item() == 4.5
+    torch._foreach_add_([steps], 1)
+    assert steps.item() == 5.5 and (torch.add(1, other=steps) * 2).view(1).item() == 13.0
     assert (steps * torch.ones(2)).sum().item() == torch.ones(1).item() == 0.0
     with pytest.raises(Exception, match="nonzero"):
         torch.ones(3).nonzero()
@@ -194,6 +199,21 @@ def test_meta_tensors_stay() -> None:
     assert (meta @ meta.t()).device.type == "meta" and (meta + meta).stride() == (4, 1)
 
 
-@pytest.mark.usefixtures("hollow")
-def test_memory_reads_as_zeros() -> None:
-    assert torch.ones(3).numpy().tolist() == [0.0, 0.0, 0.0]
+def test_memory_reads_as_zeros_also_behind_the_context() -> None:
+    with Hollow():
+        kept = torch.ones(3)
+        assert kept.numpy().tolist() == [0.0, 0.0, 0.0]
+    gc.collect()
+    assert str(kept) == "tensor([0., 0., 0.])"
+
+
+def test_contexts_follow_one_another_while_their_tensors_are_kept() -> None:
+    """Eight of them reserve more addresses than a process has."""
+    kept = []
+    for _ in range(8):
+        with Hollow():
+            kept.append(torch.ones(5))
+    assert [one.tolist() for one in kept] == [[0.0] * 5] * 8
+    kept.clear()
+    with Hollow():
+        assert torch.empty(RESERVED_BYTES // 8).nbytes == RESERVED_BYTES // 2

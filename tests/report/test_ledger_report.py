@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.configs import make_run
 from support.processes import mesh_in_worker, run_ranks
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
@@ -21,6 +20,7 @@ from megazero.memory.ledger_figures import CATEGORIES
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.data_axis import data_axis
 from megazero.parallel.topology import Topology
+from megazero.planner.dry_run import dry_tensors
 from megazero.report.ledger_report import LedgerReport, ledger_scalars, traffic
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
@@ -132,7 +132,8 @@ def two_steps(ledger: Ledger, zero_stage: int) -> list[list[list[int]]]:
 def test_a_dry_step_has_the_ledger_of_a_real_one(zero_stage: int) -> None:
     with Ledger(CPU) as ledger:
         real = two_steps(ledger, zero_stage)
-    with Ledger(CPU) as ledger, FakeTensorMode():
+    ledger = Ledger(CPU)
+    with dry_tensors(ledger), ledger:
         assert two_steps(ledger, zero_stage) == real
 
 

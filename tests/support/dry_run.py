@@ -1,4 +1,4 @@
-"""Runs training steps of one rank out of many with fake tensors over groups that send nothing, and prints JSON.
+"""Runs training steps of one rank out of many on hollow tensors over groups that send nothing, and prints JSON.
 
 python dry_run.py '[[RANK, DP, TP, STAGE], [RANK, DP, TP, STAGE, PP, SETTINGS], ...]'
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from support.configs import make_run
 from support.flat_layout import padded_numel
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
@@ -24,6 +23,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.data_axis import data_axis
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
+from megazero.planner.dry_run import dry_tensors
 from megazero.report.timing_report import TimingReport
 from megazero.timers import Timers, Timings, parts_of
 from megazero.train.build import build_components, step_context
@@ -62,7 +62,7 @@ def step(
         "logits_chunk_bytes": 1 << 30,  # one chunk of the head instead of a hundred
     }
     config = make_run(**{**given, **settings})
-    with FakeTensorMode():
+    with dry_tensors():
         device = torch.device("cpu")
         buffers = FusedBuffers(0, device)
         topology = data_axis(config.zero, Topology(tp=tp, dp=dp, pp=pp), nodes)

@@ -1,12 +1,12 @@
-"""Checks implementations of a linear layer's three products: against float64, for all strides, and on fake tensors."""
+"""Checks implementations of a linear layer's three products: against float64, for all strides, and hollow tensors."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megazero.planner.hollow import Hollow
 from megazero.tensor_parallel.products import Products
 
 SHAPES = ((5, 7, 3), (1, 7, 3), (0, 7, 3), (5, 1, 3), (6, 7, 1), (33, 17, 65))  # n, in, out
@@ -61,8 +61,8 @@ def check_products(products: Products, given: Operands, tolerance: float) -> Non
 
 
 def check_shapes(products: Products, rows: int, dtype: torch.dtype) -> None:
-    """Check the shapes and types of the products on fake tensors, as in a dry run of a step."""
-    with FakeTensorMode():
+    """Check the shapes and types of the products on hollow tensors, as in a dry run of a step."""
+    with Hollow():
         x, weight, bias, grad = (torch.empty(size, dtype=dtype) for size in ((rows, 7), (3, 7), (3,), (rows, 3)))
         found = products.output(x, weight, bias), products.output(x, weight, None)
         assert all(output.shape == (rows, 3) and output.dtype == dtype for output in found)

@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 _ATTRIBUTE = "zero_handle"
 _T = TypeVar("_T", bound=Tensor)
@@ -199,9 +198,8 @@ def detach_handle(parameter: nn.Parameter) -> None:
 
 
 def guard(parameter: nn.Parameter) -> None:
-    """Make touches call the owner.  Fake tensors have no values to guard."""
-    if not isinstance(parameter, FakeTensor):
-        parameter.__class__ = PartitionedParameter
+    """Make touches call the owner."""
+    parameter.__class__ = PartitionedParameter
 
 
 def unguard(parameter: nn.Parameter) -> None:

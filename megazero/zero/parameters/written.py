@@ -25,7 +25,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megazero.comm.mesh import Mesh
 from megazero.errors import Problem, UsageError, raise_problems
@@ -104,7 +103,7 @@ class WrittenParameters:
             if not section.partitioned and slot.spec.name in parameters
         }
         self._whole = [parameters[name] for name in self._places]
-        if any(isinstance(parameter, FakeTensor) or parameter.is_meta for parameter in self._whole):
+        if any(parameter.is_meta for parameter in self._whole):
             self._places, self._whole = {}, []  # they have no addresses
         self._shapes = {name: parameters[name].shape for name in self._places}
         for name, parameter in zip(self._places, self._whole, strict=True):

@@ -9,7 +9,6 @@ import torch
 from support.each import each
 from support.irregular_model import Awkward, alone, engine_around, make_model
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from megazero.errors import UsageError
@@ -210,14 +209,6 @@ def test_taking_the_handle_leaves_no_trace() -> None:
     assert handle_of(parameter) is None and type(parameter) is nn.Parameter and not vars(parameter)
     detach_handle(parameter)
     unguard(parameter)
-
-
-def test_fake_tensors_have_nothing_to_guard() -> None:
-    with FakeTensorMode():
-        parameter = nn.Parameter(torch.ones(2))
-        kind = type(parameter)
-        guard(parameter)
-        assert type(parameter) is kind
 
 
 READS: dict[str, Callable[[Awkward], Any]] = {
