@@ -56,7 +56,6 @@ TIMEOUT_SECONDS = 60.0
 MOST_MESHES = 16  # meshes that a worker may keep from call to call
 MOST_IDLE_MESHES = 32  # meshes that all workers of a pool may keep while another pool is called
 GRACE_SECONDS = 5.0  # how long the other ranks may go on after one has failed
-GLOO_NICENESS = 10
 STACK_SIGNAL = signal.SIGUSR2
 SCRATCH_BYTES = 1 << 24
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "support.training"]
@@ -188,17 +187,7 @@ def close_pools() -> None:
 @functools.cache
 def _cached_mesh(rank: int, topology: Topology, chosen: Wires, nodes: Nodes | None) -> Mesh:
     device = torch.device("cpu")
-    mesh = make_mesh(topology, rank, device, FusedBuffers(SCRATCH_BYTES, device), wires=chosen, nodes=nodes)
-    _lower_gloo_threads()
-    return mesh
-
-
-def _lower_gloo_threads() -> None:
-    """Let the threads that wait for gloo's messages run after those that compute, for whose locks they would spin."""
-    if sys.platform == "linux":
-        for task in Path("/proc/self/task").iterdir():
-            if (task / "comm").read_text() == "gloo_tcp_loop\n":
-                os.setpriority(os.PRIO_PROCESS, int(task.name), GLOO_NICENESS)
+    return make_mesh(topology, rank, device, FusedBuffers(SCRATCH_BYTES, device), wires=chosen, nodes=nodes)
 
 
 def drop_meshes(rank: int) -> None:
