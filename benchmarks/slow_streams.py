@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType, MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -239,8 +239,8 @@ class SlowArrival:
 class PacedAdamW(FusedAdamW):
     """AdamW whose update of an element takes so many more seconds."""
 
-    def __init__(self, settings: AdamWSettings, grouping: Grouping, seconds: float) -> None:
-        super().__init__(settings, grouping)
+    def __init__(self, settings: AdamWSettings, grouping: Grouping, *, seconds: float, **options: Any) -> None:
+        super().__init__(settings, grouping, **options)
         self._seconds = seconds
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
