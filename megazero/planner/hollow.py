@@ -132,10 +132,14 @@ class Hollow(TorchDispatchMode):
         if manner.given:
             found = [(kwargs or {})[place] if isinstance(place, str) else args[place] for place in manner.given]
             return found[0] if len(found) == 1 else tuple(found)
+        return self._made(result)
+
+    def _made(self, result: Any) -> Any:
+        """Return a result with a tensor in place of every form; messages have lists of tensors in a tuple."""
         if type(result) is _Form:
             return self._tensor(result)
         if type(result) is list or type(result) is tuple:
-            return type(result)([self._tensor(one) if type(one) is _Form else one for one in result])
+            return type(result)([self._made(one) for one in result])
         return result
 
     def _result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
