@@ -7,8 +7,9 @@ place of 34.
 `Elementwise` runs any torch optimizer that works element by element, which owns its state.
 `lamb.py` and `adafactor.py` have those whose step of a parameter needs figures of all of it, which ranks add up before.
 
-All take gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size buffer
-before its update; unscaling and clipping are one factor there, and on a GPU the cast is a part of the multiplication.
+All others take gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size
+buffer before its update; unscaling and clipping are one factor there, and on a GPU the cast is a part of the
+multiplication.
 """
 
 import math
@@ -297,7 +298,8 @@ def in_one_pass(
     """Update a run by `adamw`, or what a compiler has made of it."""
     beta1, beta2 = options["betas"]
     # As tensors on the host these are arguments of the kernel; as numbers each new rate would be compiled anew.
-    numbers = (lr, options["weight_decay"], 1 - beta1, 1 - beta2, math.log(beta1), math.log(beta2), options["eps"])
+    logarithms = [math.log(beta) if beta else -math.inf for beta in (beta1, beta2)]
+    numbers = (lr, options["weight_decay"], 1 - beta1, 1 - beta2, *logarithms, options["eps"])
     scalars = [torch.tensor(number, dtype=torch.float64) for number in numbers]
     moments = (run.moments["exp_avg"], run.moments["exp_avg_sq"])
     function(run.master, run.gradient.detach(), *moments, step, inputs.factor, inputs.found_inf, *scalars)

@@ -39,6 +39,7 @@ _VIEWS = frozenset(["_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"])
 _NUMBER = "_local_scalar_dense"  # tensor.item()
 
 _storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
+# A method that torch's annotations leave out.
 _swap: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-defined]
 
 

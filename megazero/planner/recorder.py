@@ -6,7 +6,7 @@ The recorder is a dispatch mode inside the ledger's (`memory/ledger.py`): both s
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -281,10 +281,10 @@ class RecordingTrace:
 
 def _line() -> tuple[CodeType, int] | None:
     """Return the code and the line of the innermost frame outside of torch and of what watches."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, *_OWN)):
             return frame.f_code, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

@@ -79,8 +79,9 @@ def test_phases_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_warm")
 def test_phases_of_programs_on_a_cpu(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--seconds", "280", "--results", str(tmp_path), "--output", "toy"]
-    assert main([*words, "--only", "losses", "layouts"]) == 0
+    assert main([*words, "--only", "losses", "layouts", "settings"]) == 0
     record = json.loads((tmp_path / "toy.json").read_text())
+    assert [row["largest_relative"] for row in record["phases"]["settings"]["found"]["cases"].values()] == [0.0]
     cases = record["phases"]["losses where=device"]["found"]["cases"]
     assert set(cases) == {"device fp32", "device bf16 compile off stage 2", "generate"}
     curves = record["loss_curves"]

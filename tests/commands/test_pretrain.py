@@ -71,6 +71,13 @@ def test_a_check_says_what_the_run_would_be(tmp_path: Path, monkeypatch: pytest.
     assert "ok" not in capsys.readouterr().out.split()
 
 
+def test_a_check_counts_the_steps_that_do_not_train(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    words = ["--train-iters", "9", "--skip-train-iteration-range", "2-4", "6", "--check"]
+    assert run_here([*SMALL, *words], monkeypatch) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("length: ")]
+    assert line.startswith("length: 9 steps, ") and line.endswith("; 4 steps of them without training")
+
+
 def test_a_check_finds_patterns_that_match_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     words = [*SMALL, "--check", "--param-groups", "*.bias weight_decay=0.1"]
     assert run_here(words, monkeypatch) == 0

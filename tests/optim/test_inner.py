@@ -125,6 +125,23 @@ def test_one_pass_skips_a_step_and_takes_narrow_gradients() -> None:
     torch.testing.assert_close(flat.master, expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("betas", [(0.0, 0.95), (0.8, 0.0), (0.0, 0.0)])
+def test_one_pass_without_an_average(betas: tuple[float, float]) -> None:
+    weight = nn.Parameter(torch.linspace(-2, 3, 7, dtype=torch.float64))
+    plain = torch.optim.AdamW([weight], lr=1e-2, betas=betas, eps=1e-6, weight_decay=0.3)
+    master, step = weight.detach().clone(), torch.zeros(())
+    moments = {name: torch.zeros(7, dtype=torch.float64) for name in FusedAdamW.moments}
+    options = {"betas": betas, "eps": 1e-6, "weight_decay": 0.3}
+    for gradient in (torch.linspace(-1, 2, 7, dtype=torch.float64), torch.ones(7, dtype=torch.float64)):
+        weight.grad = gradient.clone()
+        plain.step()
+        given = inputs(1e-2)
+        advance(step, given)
+        given = given.for_masters(torch.float64)
+        inner.in_one_pass(inner.adamw, Run(master, gradient, moments, 0), step, given, options, 1e-2)
+    torch.testing.assert_close(master, weight.detach(), rtol=1e-14, atol=1e-14)
+
+
 @pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")
 def test_runs_of_all_lengths_and_rates_are_one_graph() -> None:
     torch._dynamo.reset()

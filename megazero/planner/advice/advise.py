@@ -102,9 +102,10 @@ def _with_links(search: Search, best: Found) -> Iterator[Gain]:
     """Yield what a faster link, or faster products, would give the fastest layout."""
     hardware = search.hardware
     changed: dict[str, Hardware] = {}
-    for kind, link in hardware.links.items():
+    for kind, title in LINKS.items():
+        link = hardware.links[kind]
         faster = replace(link, rates=link.rates.times(_FASTER))
-        changed[f"links {LINKS[kind]} twice as fast"] = replace(hardware, links={**hardware.links, kind: faster})  # type: ignore[index]
+        changed[f"links {title} twice as fast"] = replace(hardware, links={**hardware.links, kind: faster})
     matrix = {name: replace(one, rates=one.rates.times(_FASTER)) for name, one in hardware.matrix.items()}
     changed["matrix products twice as fast"] = replace(hardware, matrix=matrix)
     for name, machine in changed.items():

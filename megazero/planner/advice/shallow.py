@@ -41,7 +41,7 @@ class Depths(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a job takes by its samples.
+    """The memory and the time of a job, as its samples let expect.
 
     memory: bytes of the fullest device by category, with rounding and what the machine states.  place: rank and part.
     host_bytes: of a node.  plans: the samples, one where the job is as shallow.  depth, width: the layers of every

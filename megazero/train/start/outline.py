@@ -35,7 +35,9 @@ def outline_sizes(config: RunConfig, world_size: int) -> Iterator[str]:
     tokens = samples * length if run.rows is None else run.rows.tokens_after(run.steps, run.sizes)
     if run.rows is not None:
         yield f"curriculum: rows of {run.rows} tokens"
-    yield f"length: {counted(run.steps, 'step')}, {samples:,} samples, {format_count(tokens)} tokens"
+    untrained = sum(map(len, derived.untrained_steps(config)))
+    trained = f"; {counted(untrained, 'step')} of them without training" if untrained else ""
+    yield f"length: {counted(run.steps, 'step')}, {samples:,} samples, {format_count(tokens)} tokens{trained}"
 
 
 def outline(config: RunConfig, world_size: int, inputs: RunInputs, *, source: Path | None) -> Iterator[str]:
