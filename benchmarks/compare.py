@@ -1,6 +1,10 @@
-"""Compares megazero with other systems on the same work: one GPT, the same first values, samples and optimizer.
+"""Compares megazero with other systems on the same work: one model, the same first values, samples and optimizer.
 
     python benchmarks/compare.py [--world-size 2] [--rounds 6] [--steps 8] [--systems ddp megazero-0] [--output FILE.md]
+    python benchmarks/compare.py --preset llama3-8b --num-layers 4 --hidden-size 512 --num-attention-heads 8
+        --num-query-groups 2 --ffn-hidden-size 1536 --seq-length 256 --vocab-size 4096
+
+The model is a GPT-2 of the given size, or a preset's, whose sizes flags change: a GPT-2, or a Llama.
 
 The systems of several processes are `floor` (the plain model without any communication: the least time that peers can
 take, but not megazero, which has kernels of its own), torch's `ddp`, `ddp-view` (gradients as views of its buckets),
@@ -28,11 +32,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from jobs import Job
-from plain_gpt import hollow_gpt
+from plain_gpt import absent_from_plain, beside_gpt2, hollow_gpt
 from report import HelpFormat, add_output, publish, tell
 from standings import BOUNDS, NOT_INSTALLED, Comparison, Run, body_of, record
 from steps import configuration
-from systems import ALONE, PLAIN, TOGETHER, Work, missing
+from systems import ALONE, MEGATRON, PLAIN, TOGETHER, Work, missing
 from turns import Contestant
 
 from megazero.config.model import ModelConfig
@@ -47,6 +51,8 @@ SHAPE: Mapping[str, int] = {
     "seq_length": 128,
     "vocab_size": 4096,
 }
+# Sizes that presets of Llama have beside.
+_MORE_SIZES = ("ffn_hidden_size", "num_query_groups")
 _VOCABULARY_MULTIPLE = 128
 
 
@@ -60,36 +66,45 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=sorted(PRESETS), help="the model, but for what flags say")
     for name, value in SHAPE.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"of the model; without a preset {value}")
+    for name in _MORE_SIZES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="of the model; without it, the preset's")
     parser.add_argument("--micro-batch-size", type=int, default=2, help="samples of a process and step")
     parser.add_argument("--precision", choices=sorted(BOUNDS), default="fp32", help="number format")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where processes compute")
     add_output(parser)
     options = parser.parse_args(words)
-    known = systems_of(options.world_size)
-    options.systems = options.systems or list(known)
-    for name in options.systems:
-        if name not in known:
-            parser.error(f"--systems {name}: with {options.world_size} processes there are {', '.join(known)}")
     if options.rounds < 2:
         parser.error("--rounds: at least 2, since the first is a warm-up")
     try:
-        configuration(work_of(options).flags(), options.world_size)
-    except ConfigError as error:
+        work = work_of(options)
+        configuration(work.flags(), options.world_size)
+    except (ConfigError, ValueError) as error:
         parser.error(str(error))
+    if absent := absent_from_plain(work.model):
+        parser.error(
+            f"--preset {options.preset}: the plain model has no {', '.join(absent)}; a GPT-2 or a Llama is legal"
+        )
+    known = systems_of(work)
+    options.systems = options.systems or list(known)
+    for name in options.systems:
+        if name not in known:
+            parser.error(f"--systems {name}: for this model and so many processes there are {', '.join(known)}")
     return options
 
 
-def systems_of(world_size: int) -> tuple[str, ...]:
-    """Return the names of the systems that so many processes can run."""
-    return ALONE if world_size == 1 else TOGETHER
+def systems_of(work: Work) -> tuple[str, ...]:
+    """Return the names of the systems that can do the work; Megatron-core's model here is a GPT-2."""
+    if work.world_size == 1:
+        return ALONE
+    return tuple(name for name in TOGETHER if name not in MEGATRON or not beside_gpt2(work.model))
 
 
 def work_of(options: argparse.Namespace) -> Work:
     shape = dict(SHAPE if options.preset is None else PRESETS[options.preset])
-    shape |= {name: given for name in SHAPE if (given := getattr(options, name)) is not None}
+    shape |= {name: given for name in (*SHAPE, *_MORE_SIZES) if (given := getattr(options, name)) is not None}
     shape["vocab_size"] += -shape["vocab_size"] % _VOCABULARY_MULTIPLE
     shape.pop("max_position_embeddings", None)
-    model = ModelConfig(**shape, hidden_dropout=0.0, attention_dropout=0.0)
+    model = ModelConfig(**{**shape, "hidden_dropout": 0.0, "attention_dropout": 0.0})
     return Work(model, options.micro_batch_size, options.precision, options.world_size)
 
 

@@ -1,7 +1,7 @@
-"""The systems that `compare.py` compares: megazero and others, each training the same GPT on the same tokens.
+"""The systems that `compare.py` compares: megazero and others, each training the same model on the same tokens.
 
 A system is made by `make(name, place, work)` on every process of its job.  Systems other than megazero's run train
-`plain_gpt.py` with torch's fused AdamW, but for Megatron-core, which has a GPT of its own (`megatron_gpt.py`); the
+`plain_gpt.py` with torch's fused AdamW, but for Megatron-core, which has a GPT-2 of its own (`megatron_gpt.py`); the
 record has the settings of each.  `library` is `megazero.initialize` around that model.  In bf16 megazero keeps
 parameters and gradients in bf16 beside fp32 master weights, and so do DeepSpeed by its `bf16.enabled` and
 Megatron-core, but with fp32 gradients, as in Megatron-LM; FSDP2 keeps fp32 shards, gathers and reduces in bf16
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from jobs import Place
-from plain_gpt import ADAMW, CLIP, adamw, fill_, hollow_gpt, plain_gpt
+from plain_gpt import ADAMW, CLIP, adamw, beside_gpt2, fill_, hollow_gpt, plain_gpt
 from steps import LR, Steps, configuration
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -94,7 +94,8 @@ class Work:
     def flags(self) -> dict[str, Any]:
         """Return the model and the micro-batch as megazero's flags."""
         names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
-        return {**{name: getattr(self.model, name) for name in names}, "micro_batch_size": self.micro_batch_size}
+        sizes = {name: getattr(self.model, name) for name in names}
+        return {**sizes, **beside_gpt2(self.model), "micro_batch_size": self.micro_batch_size}
 
     def batch(self, number: int, place: Place) -> StepBatch:
         """Return a process's samples of step `number`; a single process has all of them, in several micro-batches."""

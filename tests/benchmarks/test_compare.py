@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import systems
 import torch
-from compare import NOT_INSTALLED, Comparison, Run, failures_of, main, parse_arguments, systems_of, threads, work_of
+from compare import NOT_INSTALLED, Comparison, Run, failures_of, main, parse_arguments, threads, work_of
 from jobs import Job
 from plain_gpt import hollow_gpt, plain_gpt
 from standings import body_of, difference, record
@@ -22,6 +22,10 @@ from megazero.config.model import ModelConfig
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 120 --rounds 2 --steps 2"
     " --device cpu"
+)
+LLAMA = (
+    "--preset llama3-8b --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2"
+    " --ffn-hidden-size 48 --seq-length 16 --vocab-size 120 --rounds 2 --steps 2 --device cpu"
 )
 MODEL = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=128)
 PLAIN = [5.0, 4.0, 3.0, 2.0]
@@ -132,14 +136,34 @@ def test_what_is_missing_or_fails_is_told() -> None:
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     alone = ["eager", "compiled", "library", "megazero"]
-    assert parse_arguments(["--world-size", "1"]).systems == list(systems_of(1)) == alone
+    assert parse_arguments(["--world-size", "1"]).systems == alone
     preset = work_of(parse_arguments(["--preset", "gpt2-124m", "--num-layers", "2"])).model
     assert (preset.num_layers, preset.hidden_size, preset.vocab_size, preset.hidden_dropout) == (2, 768, 50304, 0.0)
     assert threads(1) >= threads(2) >= threads(10_000) == 1
-    for words in ("--systems eager", "--rounds 1", "--precision fp8", "--num-attention-heads 5"):
+    wrong = (
+        "--systems eager",
+        "--rounds 1",
+        "--precision fp8",
+        "--num-attention-heads 5",
+        "--preset bloom-560m",
+        "--preset llama3-8b --num-query-groups 5",
+    )
+    for words in wrong:
         with pytest.raises(SystemExit):
             parse_arguments(words.split())
-    assert "with 2 processes there are floor, ddp" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "for this model and so many processes there are floor, ddp" in told
+    assert "the plain model has no --embed-layernorm True, --position-embedding-type alibi" in told
+
+
+def test_a_preset_of_llama_is_no_gpt_2() -> None:
+    options = parse_arguments(LLAMA.split())
+    work = work_of(options)
+    assert "megatron-core" not in options.systems and "deepspeed-3" in options.systems
+    assert work.flags() | {"normalization": "RMSNorm", "num_query_groups": 2, "swiglu": True} == work.flags()
+    # The embedding and the head; a block's two norms, queries and output, keys and values, and three inner layers.
+    block = 2 * 32 + 2 * 32 * 32 + 2 * 2 * 8 * 32 + 3 * 48 * 32
+    assert sum(p.numel() for p in hollow_gpt(work.model).parameters()) == 2 * 128 * 32 + 2 * block + 32
 
 
 def test_the_plain_model_is_gpt_2_with_the_seeds_values() -> None:
@@ -233,9 +257,9 @@ def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path, m
 
 
 @pytest.mark.gloo
-def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_and_a_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compare.threads", lambda world_size: 1)
-    words = f"{TINY} --world-size 1 --systems eager library megazero --time-limit 0 --rounds 9"
+    words = f"{LLAMA} --world-size 1 --systems eager library megazero --time-limit 0 --rounds 9"
     assert main([*words.split(), "--output", str(tmp_path / "out.md")]) == 0
     made = json.loads((tmp_path / "out.json").read_text())
     systems = made["systems"]
