@@ -57,6 +57,15 @@ def claim_gpu(store: Store, rank: int, gpu: str) -> None:
         raise TopologyError(Problem(given, "NCCL needs a GPU of its own for every process", legal))
 
 
+def check_backend(store: Store, rank: int, backend: str) -> None:
+    """Compare a rank's backend with that of whichever came first; raise TopologyError where they differ."""
+    mine = f"{backend} on {socket.gethostname()} (rank {rank})"
+    first = store.compare_set("backend", "", mine).decode()
+    if first.split()[0] != backend:
+        legal = "GPUs that PyTorch sees on every node, or --device cpu on all of them"
+        raise TopologyError(Problem(f"{first}, {mine}", "one backend carries the collectives of all ranks", legal))
+
+
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 1 << 16):
         raise TopologyError(Problem(f"MASTER_PORT {text}", "a port is a whole number from 1 to 65535", "29500"))

@@ -29,7 +29,7 @@ from megazero.comm.mesh import (
 )
 from megazero.comm.metered import Meter
 from megazero.comm.process_group import ProcessGroupCommunicator
-from megazero.comm.rendezvous import claim_gpu, open_store
+from megazero.comm.rendezvous import check_backend, claim_gpu, open_store
 from megazero.comm.wires.hop_choice import choose_hops
 from megazero.comm.wires.shard_group import PLAIN, Wires, stack
 from megazero.console import Console
@@ -85,16 +85,19 @@ def join(
 ) -> Store | None:
     """Make the default process group; return the store that all processes of the job share.
 
-    backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" or "gloo".  A job of one process needs no group and has no
-    store.  timeout_minutes: the limit of every collective.  join_minutes: how long processes wait for each other; by
-    default the same.  Raises TopologyError when the backend doesn't fit the device, the processes don't meet, or two of
-    them have the same GPU.
+    backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" (gloo on CPUs, and rank 0 says so) or "gloo".  A job of one
+    process needs no group and has no store.  timeout_minutes: the limit of every collective.  join_minutes: how long
+    processes wait for each other; by default the same.  Raises TopologyError when the backend doesn't fit the device,
+    the processes don't meet or have different backends, or two of them have the same GPU.
     """
     chosen = _choose_backend(backend, device)
+    if backend == "nccl" != chosen:
+        Console(launch.rank).line("--distributed-backend nccl: PyTorch sees no GPU on this machine, so gloo is used")
     if launch.world_size == 1:
         return None
     joining = timedelta(minutes=timeout_minutes if join_minutes is None else join_minutes)
     store = open_store(launch, joining.total_seconds())
+    check_backend(store, launch.rank, chosen)
     if chosen == "nccl":
         claim_gpu(store, launch.rank, str(torch.cuda.get_device_properties(device).uuid))
     try:
@@ -116,8 +119,8 @@ def join(
 
 def _choose_backend(name: str, device: torch.device) -> str:
     fitting = {"cuda": "nccl", "cpu": "gloo"}[device.type]
-    if name not in ("auto", fitting):
-        rule = f"{name} doesn't move {device.type} memory, and this run's device is {device.type}"
+    if name == "gloo" != fitting:
+        rule = f"gloo doesn't move {device.type} memory, and this run's device is {device.type}"
         raise TopologyError(Problem(f"--distributed-backend {name}", rule, f"--distributed-backend {fitting}"))
     return fitting
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from megazero.comm.rendezvous import claim_gpu, open_store
+from megazero.comm.rendezvous import check_backend, claim_gpu, open_store
 from megazero.errors import TopologyError
 from megazero.parallel.launch import Launch
 
@@ -83,3 +83,12 @@ def test_two_ranks_of_a_host_with_one_gpu_are_named() -> None:
     claim_gpu(store, 1, "GPU-2")
     with pytest.raises(TopologyError, match=rf"ranks 3 and 2 on {socket.gethostname()} have the same GPU \(GPU-1\)"):
         claim_gpu(store, 2, "GPU-1")
+
+
+def test_ranks_with_different_backends_are_named() -> None:
+    """A node whose GPUs are not seen ends with a message, not with a wait for ranks of the other backend."""
+    store, host = HashStore(), socket.gethostname()
+    for rank in (3, 0):
+        check_backend(store, rank, "nccl")
+    with pytest.raises(TopologyError, match=rf"nccl on {host} \(rank 3\), gloo on {host} \(rank 2\)"):
+        check_backend(store, 2, "gloo")

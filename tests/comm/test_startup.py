@@ -60,9 +60,17 @@ def test_no_gpu() -> None:
 
 def test_a_backend_fits_the_device() -> None:
     with pytest.raises(TopologyError) as caught:
-        join(Launch(0, 1, 0), backend="nccl", device=CPU, timeout_minutes=1)
+        join(Launch(0, 1, 0), backend="gloo", device=torch.device("cuda", 0), timeout_minutes=1)
     (problem,) = caught.value.problems
-    assert (problem.given, problem.legal) == ("--distributed-backend nccl", "--distributed-backend gloo")
+    assert (problem.given, problem.legal) == ("--distributed-backend gloo", "--distributed-backend nccl")
+
+
+def test_nccl_gives_way_to_gloo_on_cpus_with_a_line_of_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+    """Published launch scripts name it, and run on a machine without GPUs too."""
+    join(Launch(0, 1, 0), backend="nccl", device=CPU, timeout_minutes=1)
+    assert capsys.readouterr().out.splitlines() == [
+        "--distributed-backend nccl: PyTorch sees no GPU on this machine, so gloo is used"
+    ]
 
 
 @pytest.mark.parametrize(

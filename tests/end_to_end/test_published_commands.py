@@ -63,7 +63,7 @@ BLOOM = """
 --tensorboard-dir FIGURES --tensorboard-queue-size 5 --log-timers-to-tensorboard --log-batch-size-to-tensorboard
 --log-validation-ppl-to-tensorboard --save SAVED --load SAVED --train-weighted-split-paths-path TRAIN
 --valid-weighted-split-paths-path VALID --num-workers 2 --valid-num-workers 0 --data-impl mmap
---distributed-backend {gloo} --deepspeed --deepspeed_config BLOOM_CONFIG --zero-stage 0
+--distributed-backend nccl --deepspeed --deepspeed_config BLOOM_CONFIG --zero-stage 0
 --deepspeed-activation-checkpointing
 """
 # Those of StarCoder's training but for Weights & Biases; attention has one head of keys and values.
