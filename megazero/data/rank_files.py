@@ -1,9 +1,10 @@
 r"""Reads files of ranks, which tiktoken encodes by, and names the ways in which text is cut into words before that.
 
 A file of ranks lists byte strings, the tokens: of two neighbours in a word, those become one whose union has the lowest
-rank, until no union is a token.  There are two forms: lines of base64 and rank, as OpenAI and Llama 3 publish them
-(`.tiktoken`), and a JSON list of {"rank", "token_bytes", "token_str"}, as Megatron-LM and NeMo read it.  Neither says
-how words are cut or which special tokens there are; a *style* does:
+rank, until no union is a token.  There are three forms: lines of base64 and rank, as OpenAI and Llama 3 publish them
+(`.tiktoken`); a JSON list of {"rank", "token_bytes", "token_str"}, as Megatron-LM and NeMo read it; and Mistral's JSON
+object (tekken.json), whose "vocab" is such a list, and whose "config" and "special_tokens" say how words are cut and
+which special tokens come before the ranks.  The first two say neither; a *style* does:
 
     v1, v2      Megatron-LM's two, of JSON lists: special tokens come first, --tiktoken-num-special-tokens of them
     gpt2        GPT-2's and the like (r50k_base, p50k_base)
@@ -16,6 +17,7 @@ import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +28,12 @@ from megazero.errors import DataError, Problem
 from megazero.files import parse_json
 
 LARGEST_JSON_VOCABULARY = 1 << 17  # Megatron-LM cuts a longer list there, special tokens included
+_AS_PUBLISHED = "the file that its maker published"
+_MISTRAL = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
 _LETTERS = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"{_LETTERS}{_UPPER}*{_LOWER}+", rf"{_LETTERS}{_UPPER}+{_LOWER}*")
@@ -116,17 +124,31 @@ def byte_characters() -> list[str]:
     return [chr(byte) if chr(byte) in alphabet else next(beyond) for byte in range(256)]
 
 
-def is_list(content: bytes) -> bool:
-    """Return True for a file in the JSON form; base64 never begins like that."""
+def _is_list(content: bytes) -> bool:
+    """Return True for a JSON list; base64 never begins like that."""
     return content.lstrip().startswith(b"[")
+
+
+def _is_object(content: bytes) -> bool:
+    return content.lstrip().startswith(b"{")
+
+
+def used_settings(content: bytes, style: str | None, num_special_tokens: int) -> dict[str, str]:
+    """Return the settings that ids depend on beside a file of ranks, by name; none where the file says all."""
+    if _is_object(content):
+        return {}
+    number = {"tiktoken_num_special_tokens": str(num_special_tokens)} if _is_list(content) else {}
+    return {"tiktoken_pattern": style or "v2", **number}
 
 
 def read_vocabulary(path: Path, content: bytes, style: str | None, num_special_tokens: int) -> RankVocabulary:
     """Return the vocabulary of a file of ranks; raises DataError for a damaged one, or one of the style's other form.
 
-    style: a name of STYLES; None is v2 for a JSON list.  num_special_tokens: of v1 and v2.
+    style: a name of STYLES; None is v2 for a JSON list, and right for a JSON object.  num_special_tokens: of v1 and v2.
     """
-    given, in_list = f"--tokenizer-model {path}", is_list(content)
+    given, in_list = f"--tokenizer-model {path}", _is_list(content)
+    if _is_object(content):
+        return _of_object(given, content, style)
     name = style or ("v2" if in_list else "")
     fitting = OF_LISTS if in_list else OF_LINES
     if name not in fitting:
@@ -146,11 +168,17 @@ def read_vocabulary(path: Path, content: bytes, style: str | None, num_special_t
         rule = f"{', '.join(chosen.specials.values())} are among the special tokens"
         legal = f"--tiktoken-num-special-tokens {len(chosen.specials)}"
         raise DataError(Problem(f"--tiktoken-num-special-tokens {num_special_tokens}", rule, legal))
-    tokens = tokens[: max(LARGEST_JSON_VOCABULARY - num_special_tokens, 0)]
+    return _with_leading(
+        given, chosen, tokens[: max(LARGEST_JSON_VOCABULARY - num_special_tokens, 0)], num_special_tokens
+    )
+
+
+def _with_leading(given: str, style: Style, tokens: Sequence[bytes], number: int) -> RankVocabulary:
+    """Return the vocabulary of these tokens behind `number` special ones."""
     _check(given, tokens)
-    specials = {place: chosen.specials.get(place, f"<SPECIAL_{place}>") for place in range(num_special_tokens)}
-    ids = {num_special_tokens + rank: token for rank, token in enumerate(tokens)}
-    return RankVocabulary(chosen, ids, specials, num_special_tokens + len(tokens), chosen.eod)
+    specials = {place: style.specials.get(place, f"<SPECIAL_{place}>") for place in range(number)}
+    ids = {number + rank: token for rank, token in enumerate(tokens)}
+    return RankVocabulary(style, ids, specials, number + len(tokens), style.eod)
 
 
 def tokenizer_of(vocabulary: RankVocabulary, *, words: Sequence[str]) -> Tokenizer:
@@ -181,11 +209,55 @@ def _parts(name: str, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def _of_list(given: str, content: bytes) -> list[bytes]:
-    try:
-        rows = parse_json(content.decode())
-    except ValueError as error:
-        raise DataError(Problem(given, f"is a JSON list of tokens: {error}")) from error
+    rows = _parsed(given, content, "list of tokens")
     return [_entry(given, rank, row) for rank, row in enumerate(rows)]
+
+
+def _parsed(given: str, content: bytes, form: str) -> Any:
+    try:
+        return parse_json(content.decode())
+    except ValueError as error:
+        raise DataError(Problem(given, f"is a JSON {form}: {error}")) from error
+
+
+def _of_object(given: str, content: bytes, style: str | None) -> RankVocabulary:
+    if style is not None:
+        rule = "a JSON object of ranks says itself how text is cut into words"
+        raise DataError(Problem(f"--tiktoken-pattern {style} with {given[2:]}", rule, "no --tiktoken-pattern"))
+    read = _parsed(given, content, "object of ranks")
+    config, rows = (_part(given, read, key, kind) for key, kind in (("config", dict), ("vocab", list)))
+    pattern = _part(given, config, "pattern", str)
+    size, number = (_part(given, config, f"default_{key}", int) for key in ("vocab_size", "num_special_tokens"))
+    try:
+        Regex(pattern)
+    except Exception as error:  # the library raises this class itself
+        rule = f"its pattern is a regular expression: {error}"
+        raise DataError(Problem(f"{given}: pattern {pattern[:60]}", rule, _AS_PUBLISHED)) from error
+    # Files before Mistral's version 8 may leave out their special tokens, which were these.
+    listed = _part(given, read, "special_tokens", list) if read.get("special_tokens") is not None else None
+    specials = dict(enumerate(_MISTRAL)) if listed is None else dict(_sign(given, row) for row in listed)
+    ends = [place for place, sign in specials.items() if sign == "</s>"]
+    if not ends or max(specials) >= number or len({*specials.values()}) < len(specials):
+        rule = f"its {number} special tokens have names of their own, and one is </s>, which ends a document"
+        raise DataError(Problem(f"{given}: special_tokens {', '.join(specials.values())[:60]}", rule, _AS_PUBLISHED))
+    if size - number > len(rows):
+        rule = f"its {number} special tokens and {len(rows)} others make its vocabulary"
+        raise DataError(Problem(f"{given}: default_vocab_size {size}", rule, _AS_PUBLISHED))
+    tokens = [_entry(given, rank, row) for rank, row in enumerate(islice(rows, max(size - number, 0)))]
+    return _with_leading(given, Style((pattern,), specials, ends[0], leads=True), tokens, number)
+
+
+def _part(given: str, table: Any, key: str, kind: type) -> Any:
+    """Return the value of a key of a JSON object; raises DataError if it is missing or of another kind."""
+    value = table.get(key) if isinstance(table, dict) else None
+    if type(value) is not kind:
+        rule = 'is {"config": {"pattern", "default_vocab_size", "default_num_special_tokens"}, "vocab": [...]}'
+        raise DataError(Problem(f"{given}: {key} {str(value)[:60]}", rule, _AS_PUBLISHED))
+    return value
+
+
+def _sign(given: str, row: Any) -> tuple[int, str]:
+    return _part(given, row, "rank", int), _part(given, row, "token_str", str)
 
 
 def _entry(given: str, rank: int, row: Any) -> bytes:
@@ -194,7 +266,7 @@ def _entry(given: str, rank: int, row: Any) -> bytes:
         if token:
             return token
     rule = 'entry n is {"rank": n, "token_bytes": base64, "token_str": text}'
-    raise DataError(Problem(f"{given}: entry {rank}: {str(row)[:60]}", rule, "the file that its maker published"))
+    raise DataError(Problem(f"{given}: entry {rank}: {str(row)[:60]}", rule, _AS_PUBLISHED))
 
 
 def _of_lines(given: str, content: bytes) -> list[bytes]:
@@ -208,7 +280,7 @@ def _line(given: str, number: int, line: bytes) -> bytes:
     if not token:
         rule = "line n, counted from 0, is a token in base64, a blank, and n"
         shown = line[:60].decode(errors="replace")
-        raise DataError(Problem(f"{given}: line {number}: {shown}", rule, "the file that its maker published"))
+        raise DataError(Problem(f"{given}: line {number}: {shown}", rule, _AS_PUBLISHED))
     return token
 
 

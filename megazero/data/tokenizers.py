@@ -28,7 +28,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megazero.data.rank_files import AT_END, is_list, read_vocabulary, tokenizer_of
+from megazero.data.rank_files import AT_END, read_vocabulary, tokenizer_of, used_settings
 from megazero.errors import DataError, Problem, first_line, raise_problems
 from megazero.files import cannot_read, parse_json, read_bounded
 from megazero.rules.files import JSON_FILE, TOKENIZER_FILES, tokenizer_file
@@ -113,9 +113,8 @@ class TokenizerSpec:
         digests = {name: hashlib.sha256(each).hexdigest() for name, each in content.items()}
         if self.type != TIKTOKEN:
             return digests
-        in_list = is_list(content["tokenizer_model"])
-        number = {"tiktoken_num_special_tokens": str(self.tiktoken_num_special_tokens)} if in_list else {}
-        return {**digests, "tiktoken_pattern": self.tiktoken_pattern or "v2", **number}
+        beside = (self.tiktoken_pattern, self.tiktoken_num_special_tokens)
+        return {**digests, **used_settings(content["tokenizer_model"], *beside)}
 
     @classmethod
     def recorded(cls, kind: str, paths: Mapping[str, Path], digests: Mapping[str, str]) -> "TokenizerSpec":

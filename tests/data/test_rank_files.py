@@ -80,6 +80,23 @@ def write_lines(path: Path) -> str:
     return str(path)
 
 
+def write_object(path: Path, signs: tuple[tuple[int, str], ...] | None, **changes: Any) -> str:
+    """Write Mistral's form: `SPECIAL` special tokens, and at the end of the list two tokens beyond the vocabulary."""
+    rows = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in enumerate(ranks())]
+    beyond = [{"rank": len(rows) + more, "token_bytes": "enp6"} for more in range(2)]
+    config = {
+        "pattern": "|".join(STYLES["v2"].words),
+        "default_vocab_size": len(rows) + SPECIAL,
+        "default_num_special_tokens": SPECIAL,
+        "version": "v11",
+    }
+    content = {"config": {**config, **changes}, "vocab": [*rows, *beyond]}
+    if signs is not None:
+        content["special_tokens"] = [{"rank": place, "token_str": sign, "is_control": True} for place, sign in signs]
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
 def made(style: str, folder: Path) -> Tokenizer:
     if style in ("v1", "v2"):
         model = write_list(folder / "vocab.json")
@@ -173,6 +190,42 @@ def test_ids_follow_the_ranks_without_any_library(by_lines: Tokenizer, word: str
     assert by_lines.encode(word) == plain(word.encode())
 
 
+@pytest.mark.parametrize("pattern", ["|".join(STYLES["v2"].words), r"\s?\p{L}+|\s?\p{N}|[^\s\p{L}\p{N}]+|\s+"])
+def test_an_object_gives_tiktokens_ids_behind_its_special_tokens(pattern: str, tmp_path: Path) -> None:
+    """As Mistral's own library has it: their number is added to the ids of an encoding without special tokens."""
+    tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed")
+    signs = ((1, "<s>"), (0, "<unk>"), (5, "</s>"), (2, "[INST]"))
+    model = write_object(tmp_path / "tekken.json", signs, pattern=pattern)
+    spec = TokenizerSpec("TikTokenizer", tokenizer_model=model)
+    ours = load_tokenizer(spec)
+    theirs = tiktoken.Encoding(
+        "test", pat_str=pattern, mergeable_ranks={token: n for n, token in enumerate(ranks())}, special_tokens={}
+    )
+    sizes, encode = ours.token_bytes(), fastest_encoder(ours).encode
+    assert (ours.vocab_size, ours.eod, sizes[:SPECIAL]) == (len(ranks()) + SPECIAL, 5, [0] * SPECIAL)
+    for text in TEXTS:
+        ids = [SPECIAL + number for number in theirs.encode(text)]
+        assert ours.encode(text) == ids == list(encode(text)) and ours.decode(ids) == text
+    assert ours.encode("[INST]a</s><SPECIAL_8>") == [2, SPECIAL + theirs.encode("a")[0], 5, 8]
+    files = files_for_transformers(ours, longest=8)
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "</s>"
+    told = spec.digests()
+    assert [*told] == ["tokenizer_model"]
+    assert TokenizerSpec.recorded("TikTokenizer", {"tokenizer_model": Path(model)}, told) == spec
+
+
+def test_an_object_may_leave_out_mistrals_first_special_tokens(tmp_path: Path) -> None:
+    changes = {
+        "default_num_special_tokens": 24,
+        "default_vocab_size": len(ranks()) + 23,
+    }  # one token fewer than there are
+    model = write_object(tmp_path / "tekken.json", None, **changes)
+    tokenizer = load_tokenizer(TokenizerSpec("TikTokenizer", tokenizer_model=model))
+    assert (tokenizer.eod, tokenizer.vocab_size) == (2, len(ranks()) + 23)
+    places = {"[INST]": 3, "[IMG]": 10, "<pad>": 11, "[SUFFIX]": 16, "[TOOL_CONTENT]": 19, "<SPECIAL_20>": 20}
+    assert {name: tokenizer.token_id(name) for name in places} == places
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_texts_come_back_and_their_bytes_are_counted(style: str, tmp_path: Path) -> None:
     tokenizer = made(style, tmp_path)
@@ -262,3 +315,30 @@ def test_wrong_files_are_refused(
     with pytest.raises(DataError) as error:
         load_tokenizer(TokenizerSpec("TikTokenizer", None, None, str(path), style, special or 1000))
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("signs", "style", "changes", "told"),
+    [
+        (((2, "</s>"),), "v2", {}, "--tiktoken-pattern v2 with tokenizer-model"),
+        (((2, "</s>"),), None, {"pattern": None}, "pattern None"),
+        (((2, "</s>"),), None, {"pattern": "("}, "pattern ("),
+        (((2, "</s>"),), None, {"default_vocab_size": "many"}, "default_vocab_size many"),
+        (((2, "</s>"),), None, {"default_vocab_size": 10_000}, "default_vocab_size 10000"),
+        (((2, "</s>"),), None, {"default_vocab_size": 100}, "is no token"),
+        (((2, "<s>"),), None, {}, "special_tokens <s>"),
+        (((2, "</s>"), (9, "<s>")), None, {}, "its 9 special tokens"),
+        (((2, "</s>"), (3, "</s>")), None, {}, "names of their own"),
+        (None, None, {}, "special_tokens <unk>, <s>, </s>"),  # Mistral's first are more than nine
+    ],
+)
+def test_wrong_objects_are_refused(
+    signs: tuple[tuple[int, str], ...] | None, style: str | None, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    model = write_object(tmp_path / "tekken.json", signs, **changes)
+    with pytest.raises(DataError) as error:
+        load_tokenizer(TokenizerSpec("TikTokenizer", tokenizer_model=model, tiktoken_pattern=style))
+    assert told in str(error.value)
+    (tmp_path / "tekken.json").write_text("{")
+    with pytest.raises(DataError, match="is a JSON object of ranks"):
+        load_tokenizer(TokenizerSpec("TikTokenizer", tokenizer_model=model))
