@@ -100,6 +100,12 @@ class _Gathered:
         else:
             self.settings[name] = parsed
 
+    def put_unknown(self, problems: Sequence[Problem]) -> None:
+        """Add problems of names that are none; what the nearest flag would have set is not reported as missing too."""
+        self.problems.extend(problems)
+        nearest = {problem.legal.partition(",")[0] for problem in problems}
+        self.unknown |= {info.name for info in FIELDS if info.flag in nearest}
+
     def outcome(self) -> Outcome:
         """Return the configuration that the settings make, and their problems."""
         return build(self.settings, broken=self.broken, unknown=self.unknown - self.settings.keys())
@@ -135,7 +141,7 @@ def resolve(argv: Sequence[str] | None = None, *, world_size: int | None = None)
     """Read what `parse` reads, and return the problems instead of raising them."""
     words, stray = split_words(sys.argv[1:] if argv is None else argv)
     gathered = _Gathered()
-    gathered.problems.extend(_unexpected(stray))
+    gathered.put_unknown([*_unexpected(stray)])
     gathered.problems.extend(_nameless_sources(words))
     _take_rows(gathered, words, "preset", PRESETS)
     _take_rows(gathered, words, "zero-config", ZERO_CONFIGS)
@@ -448,7 +454,7 @@ def _take_foreign(gathered: _Gathered, item: RawValue) -> None:
         legal = f"{INSTEAD[name]} in place of" if name in INSTEAD else "leave out"
         gathered.problems.append(Problem(item.source, f"refused: {REFUSED[name]}", f"{legal} --{name}"))
     else:
-        gathered.problems.append(_unknown(name, item.source))
+        gathered.put_unknown([_unknown(name, item.source)])
 
 
 def _check_following(gathered: _Gathered, item: RawValue, config: RunConfig) -> None:

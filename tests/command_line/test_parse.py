@@ -249,7 +249,7 @@ def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
             "--deepspeed-config a.json --deepspeed-config b.json",
             "one",
         ),
-        ("--async-save", "--async-save", "saving waits until the files are written"),
+        ("--use-checkpoint-args", "--use-checkpoint-args", "settings are given anew"),
         ("--prescale-gradients 3", "--prescale-gradients 3", "true or false"),
         (
             "--zero-stage 3 --prefetch-bucket-size 5 --stage3-prefetch-bucket-size 6",
@@ -299,6 +299,19 @@ def test_refusals(flags: str, given: str, rule: str) -> None:
 def test_a_misspelt_flag_gets_its_neighbours() -> None:
     assert "--num-layers" in only_problem("--num-layer 3").legal
     assert "--tensor-model-parallel-size" in only_problem("--tensor-parallel-size 3").legal
+
+
+def test_what_a_misspelt_flag_would_have_set_is_not_missing_too() -> None:
+    line = (
+        "--num-layers 2 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 --mock-data"
+        " --vocab-size 8"
+    )
+    found = problems(f"{line} --hiden-size 4 --max-steps 3", world_size=1)
+    assert [item.given for item in found] == ["--hiden-size", "--max-steps"]
+    assert [item.given for item in problems(line, world_size=1)] == [
+        "--hidden-size is missing",
+        "neither --train-iters nor --train-samples",
+    ]
 
 
 def test_a_word_that_follows_no_flag_is_refused() -> None:
