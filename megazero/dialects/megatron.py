@@ -97,6 +97,7 @@ PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "position_embedding_type": MappingProxyType({"rotary": "rope", "absolute": "learned_absolute"}),
+        "lr_wsd_decay_style": MappingProxyType({"1-sqrt": "minus_sqrt"}),
         "normalization": MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}),
         "data_parallel_sharding_strategy": MappingProxyType(
             {"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"}
@@ -306,6 +307,12 @@ ACCEPTED: Mapping[str, str] = _rows(
         ),
         ("torchrun tells a process its local rank", "local-rank"),
         ("every process writes its own part of a checkpoint", "ckpt-fully-parallel-save use-dist-ckpt"),
+        ("checkpoints are the same; the step that saves waits until the files are written", "async-save"),
+        (
+            "a rank reads of a checkpoint what is its own, and anything missing is an error",
+            "ckpt-fully-parallel-load ckpt-assume-constant-structure dist-ckpt-strictness",
+        ),
+        ("a global batch that the processes cannot share out is an error", "decrease-batch-size-if-needed"),
         ("scripts/constraints.txt fixes the kernels' versions", "abort-on-unmet-fused-kernel-constraints"),
         (
             "scores are divided by the root of a head's width only; by the layer's number they would be divided and"
@@ -394,7 +401,6 @@ REFUSED: Mapping[str, str] = _rows(
             "pipeline-model-parallel-split-rank encoder-pipeline-model-parallel-size",
         ),
         ("settings are given anew; a saved run's resolved file can be given as --config", "use-checkpoint-args"),
-        ("saving waits until the files are written", "async-save"),
         ("--finetune starts at step 0 with the parameters alone", "reset-iteration no-load-lr-state"),
         ("kernels are not captured in graphs", "enable-cuda-graph cuda-graph-impl"),
         (

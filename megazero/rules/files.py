@@ -130,19 +130,13 @@ def split_is_shares(config: RunConfig, world_size: int) -> Iterator[Problem]:
         )
 
 
-def split_has_what_is_read(config: RunConfig, world_size: int) -> Iterator[Problem]:
+def training_has_a_share(config: RunConfig, world_size: int) -> Iterator[Problem]:
     split = config.data.split or DEFAULT_SPLIT
     shares = split_shares(split)
     if shares is None or not config.data.data_path:
         return
     if not shares[0]:
         yield Problem(f"--split {split}", "training has a share of the corpus", f"--split {DEFAULT_SPLIT}")
-    if not shares[1] and config.training.eval_iters:
-        yield Problem(
-            f"--split {split} with --eval-iters {config.training.eval_iters}",
-            "evaluation needs a share of the corpus, the split's second number",
-            f"--split {DEFAULT_SPLIT}, --eval-iters 0",
-        )
 
 
 def skipped_spans_ascend(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -230,7 +224,7 @@ CORPUS_RULES = (
     mixture_has_weights,
     groups_are_read,
     split_is_shares,
-    split_has_what_is_read,
+    training_has_a_share,
     skipped_spans_ascend,
     fill_in_has_text,
     mock_data_has_a_vocabulary,

@@ -299,11 +299,6 @@ ROWS: dict[str, Row] = {
         ("SentencePieceTokenizer without --tokenizer-model", "read from a file", "--tokenizer-model FILE"),
         broken_files.corpus,
     ),
-    "no split to evaluate": Row(
-        {**CORPUS, "--eval-iters": "1"},
-        ("--split 1 with --eval-iters 1", "evaluation needs a share", "--eval-iters 0"),
-        broken_files.corpus,
-    ),
     "a mixture without weights": Row(
         {**CORPUS, "--data-path": "0.5 {folder}/text {folder}/text"},
         ("--data-path 0.5 {folder}/text", "pairs of a positive weight", "--data-path 0.7 PREFIX 0.3 PREFIX"),
@@ -420,9 +415,6 @@ ROWS: dict[str, Row] = {
 
 if not torch.cuda.is_available():
     ROWS["no GPU"] = Row({"--device": "cuda"}, ("--device cuda", "sees no GPU", "--device cpu"))
-    ROWS["nccl without a GPU"] = Row(
-        {"--distributed-backend": "nccl"}, ("--distributed-backend nccl", "cpu memory", "--distributed-backend gloo")
-    )
 
 
 class Told(NamedTuple):

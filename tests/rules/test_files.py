@@ -66,8 +66,8 @@ def given(**settings: Any) -> list[str]:
         ({"mock_data": False, "data_path": ["0.7", "a", "0.3", "b"]}, []),
         (CORPUS | {"split": "all"}, ["--split all"]),
         (CORPUS | {"split": "0,1,0"}, ["--split 0,1,0"]),
-        (CORPUS | {"split": "100"}, ["--split 100 with --eval-iters 100"]),
-        (CORPUS | {"split": "100", "eval_iters": 0}, []),
+        (CORPUS | {"split": "100"}, []),
+        (CORPUS | {"split": "0,100", "eval_iters": 0}, ["--split 0,100"]),
         (
             {"tokenizer_type": "GPT2BPETokenizer"},
             [

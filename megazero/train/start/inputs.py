@@ -114,6 +114,8 @@ def _corpus_inputs(
 
     held_out: dict[str, HeldOut] = {}
     notices: list[str] = []
+    if evaluates and corpora.is_cut and not any(each.split == "valid" for each in corpora.held_out()):
+        notices.append(f"validation is not evaluated: --split {data.split} has no share for it")
     for chosen in corpora.held_out() if evaluates else ():
         samples, missing = corpora.samples_there(chosen.name, **shape)
         # What a share of --split comes to nothing for is left out; corpora that are named for a set are all read.

@@ -131,6 +131,13 @@ def test_a_test_share_is_optional(described: str) -> None:
     assert [*inputs.held_out] == ["valid"] and inputs.held_out["valid"].bytes_per_token is not None
 
 
+def test_a_split_without_a_share_for_validation_evaluates_nothing_and_says_so(described: str) -> None:
+    inputs = opened(data_path=(described,), split="100,0,0", evaluates=True)
+    assert dict(inputs.held_out) == {} and inputs.valid is None
+    assert inputs.notices == ("validation is not evaluated: --split 100,0,0 has no share for it",)
+    assert opened(data_path=(described,), split="100,0,0").notices == ()
+
+
 def test_a_corpus_of_one_document_trains_and_the_notices_say_what_helps(tmp_path: Path) -> None:
     """No share of a split helps there."""
     prefix = write_corpus(tmp_path / "c", [[[1] * 1000]])
