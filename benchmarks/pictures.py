@@ -91,6 +91,26 @@ def step_of_stage(stage: int, shape: Mapping[str, Any], replicas: int) -> StepMe
     return memory
 
 
+def shown_operations(step: StepMemory) -> int:
+    """Return how many operations are drawn: all before the update, and a quarter as many of it, where little changes.
+
+    Of a rank that updates all weights by itself, the update would fill the picture.
+    """
+    update = next(mark.operation for mark in step.timeline.phases if mark.phase == "update")
+    return min(round(1.25 * update), step.timeline.num_operations) + 1
+
+
+def phase_borders(step: StepMemory, frame: Frame) -> list[str]:
+    """Return a line where forward, backward and the update begin, and their names below."""
+    first = {mark.phase: frame.x(mark.operation) for mark in reversed(step.timeline.phases) if mark.phase != "reduce"}
+    starts = sorted((x, name) for name, x in first.items())
+    ends = [*(x for x, _ in starts[1:]), frame.right]
+    parts = [f'<path class="line" d="M{x:.1f} {frame.top}V{frame.foot}"/>' for x, _ in starts[1:]]
+    return parts + [
+        text((x + end) / 2, frame.foot + 18, name, "middle") for (x, name), end in zip(starts, ends, strict=True)
+    ]
+
+
 def memory_picture(steps: Sequence[StepMemory], title: str) -> str:
     """Return the SVG file: a drawing for every stage, side by side, to one scale of bytes."""
     top = 1.06 * max(step.peak_bytes for step in steps)
@@ -99,13 +119,12 @@ def memory_picture(steps: Sequence[StepMemory], title: str) -> str:
     entries = [(name.replace("_", " "), CATEGORY_COLOURS[name]) for name in shown]
     parts = [text(16, 24, title, "title"), *legend(16, 48, entries[:6]), *legend(16, 68, entries[6:])]
     for stage, step in enumerate(steps):
-        operations = step.timeline.num_operations + 1
-        frame = Frame(operations, top, 80 + stage * (width + gap), 110, width, 260)
+        frame = Frame(shown_operations(step), top, 80 + stage * (width + gap), 110, width, 260)
         parts += bytes_grid(frame, named=stage == 0)
         parts += areas(step, frame)
         heading = f"stage {stage}: peak {format_bytes(step.peak_bytes)}"
         parts.append(text(frame.left + width / 2, 98, heading, "strong middle"))
-        parts.append(text(frame.left + width / 2, frame.foot + 18, "forward, backward, update", "middle"))
+        parts += phase_borders(step, frame)
     return picture(80 + len(steps) * (width + gap) + 12, 402, parts, label=title)
 
 
