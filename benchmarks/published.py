@@ -78,7 +78,7 @@ source() { [[ ! -f "$1" ]] || builtin source "$@"; }
 cd() { builtin cd "$@" 2>/dev/null || true; }
 set() { :; }
 """
-_LAUNCHERS = "python python3 torchrun deepspeed srun mpirun mpiexec aprun jsrun ibrun accelerate nsys uv"
+_LAUNCHERS = "python python3 torchrun deepspeed srun mpirun mpiexec aprun jsrun ibrun accelerate nsys uv numactl"
 _NOTHING = "sbatch scontrol nvidia-smi wget curl pip git ssh pdsh module conda source-env sleep ifconfig ip ds_ssh"
 _SANDBOX = """
 mount -t tmpfs none "$PLACE" && mkdir -p "$PLACE"/{up,work,root} &&
@@ -176,8 +176,14 @@ def expand(script: Path, folder: Path) -> list[Call]:
         # <Specify path> stands for a path of the reader's, and would be a redirection to bash.
         (commands / "script").write_text(re.sub(r"(?<!<)<(?=[A-Za-z])[^<>\n|&;]*>", "PLACE", text), encoding="utf-8")
         (commands / "settings").write_text(_SETTINGS, encoding="utf-8")
-        nodes = re.search(r"^#SBATCH.*--nodes[= ](\d+)", text, re.MULTILINE)
-        slurm = {"SLURM_NNODES": nodes[1] if nodes else "1", "SLURM_JOBID": "1", "SLURM_PROCID": "0"}
+        slurm = {"SLURM_JOBID": "1", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}
+        for name, option in (
+            ("NNODES", "nodes"),
+            ("GPUS_PER_NODE", "gpus-per-node"),
+            ("CPUS_PER_TASK", "cpus-per-task"),
+        ):
+            found = re.search(rf"^#SBATCH.*--{option}[= ](\d+)", text, re.MULTILINE)
+            slurm[f"SLURM_{name}"] = found[1] if found else "1"
         environment = {
             "PATH": f"{commands}:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": "/root",
