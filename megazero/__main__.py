@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "generate": "generate text from a checkpoint",
         "evaluate": "evaluate a checkpoint on files: perplexity, last words, multiple choice",
         "checkpoint": "inspect, verify and compare checkpoints",
-        "convert": "exchange checkpoints with Hugging Face transformers",
+        "convert": "exchange checkpoints with transformers, and import those of Megatron-LM and DeepSpeed",
         "verify-layout": "compare what a layout computes with what one process computes",
         "verify-module": "compare what a module of yours computes in a layout with plain PyTorch on one process",
         "plan": "run a job of any size dry: its memory, its traffic, and whether it fits a machine",

@@ -159,7 +159,7 @@ class ParallelConfig:
         False, help="let a tensor-parallel group lie on several nodes, over the slower links between them"
     )
     distributed_backend: Literal["auto", "nccl", "gloo"] = setting(
-        "auto", help="what carries the collectives; auto is nccl on GPUs, gloo on CPUs"
+        "auto", help="what carries the collectives; auto is nccl on GPUs, gloo on CPUs, and so is nccl"
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", help="where tensors live; auto is one GPU a process if the machine has GPUs, else the CPU"
@@ -229,7 +229,7 @@ class DataConfig:
     tiktoken_pattern: Literal["v1", "v2", "gpt2", "cl100k", "o200k", "llama3"] | None = setting(
         None,
         help="TikTokenizer: rule by which text is cut into words, and the special tokens: v1 and v2 (without it) of"
-        " Megatron's JSON lists, the others of .tiktoken files",
+        " Megatron's JSON lists, the others of .tiktoken files; Mistral's tekken.json has its own",
     )
     tiktoken_num_special_tokens: int = setting(
         1000, help="TikTokenizer: special tokens in front of the ranks of a JSON list", unit="tokens", ge=7
