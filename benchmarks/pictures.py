@@ -9,6 +9,7 @@ memory.
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,17 @@ def step_of_stage(stage: int, shape: Mapping[str, Any], replicas: int) -> StepMe
     return memory
 
 
-def shown_operations(step: StepMemory) -> int:
-    """Return how many operations are drawn: all before the update, and a quarter as many of it, where little changes.
+def with_less_of_the_update(step: StepMemory) -> StepMemory:
+    """Return a step up to its update, and a quarter as many operations of that, in which little changes.
 
     Of a rank that updates all weights by itself, the update would fill the picture.
     """
-    update = next(mark.operation for mark in step.timeline.phases if mark.phase == "update")
-    return min(round(1.25 * update), step.timeline.num_operations) + 1
+    timeline = step.timeline
+    update = next(mark.operation for mark in timeline.phases if mark.phase == "update")
+    end = min(round(1.25 * update), timeline.num_operations)
+    kept = timeline.operations <= end
+    cut = replace(timeline, operations=timeline.operations[kept], live=timeline.live[kept], num_operations=end)
+    return replace(step, timeline=cut)
 
 
 def phase_borders(step: StepMemory, frame: Frame) -> list[str]:
@@ -119,12 +124,13 @@ def memory_picture(steps: Sequence[StepMemory], title: str) -> str:
     entries = [(name.replace("_", " "), CATEGORY_COLOURS[name]) for name in shown]
     parts = [text(16, 24, title, "title"), *legend(16, 48, entries[:6]), *legend(16, 68, entries[6:])]
     for stage, step in enumerate(steps):
-        frame = Frame(shown_operations(step), top, 80 + stage * (width + gap), 110, width, 260)
+        drawn = with_less_of_the_update(step)
+        frame = Frame(drawn.timeline.num_operations + 1, top, 80 + stage * (width + gap), 110, width, 260)
         parts += bytes_grid(frame, named=stage == 0)
-        parts += areas(step, frame)
+        parts += areas(drawn, frame)
         heading = f"stage {stage}: peak {format_bytes(step.peak_bytes)}"
         parts.append(text(frame.left + width / 2, 98, heading, "strong middle"))
-        parts += phase_borders(step, frame)
+        parts += phase_borders(drawn, frame)
     return picture(80 + len(steps) * (width + gap) + 12, 402, parts, label=title)
 
 
