@@ -31,6 +31,7 @@ from report import HelpFormat, add_output, heading, paragraph, publish, tell
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECONDS = 580.0
 LINES_SHOWN = 5  # at the beginning of an output, and at its end
+_STOP = "^C"
 _SIZES = """\
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 4 \\
     --train-iters {steps} --lr 1e-3 --eval-iters 1 --data-path first_text_document --save first --load first"""
@@ -57,7 +58,7 @@ class Done(NamedTuple):
 
 def install_steps(source: Path) -> list[Step]:
     """Return the steps that make an environment with the project and transformers."""
-    quiet = "pip install --quiet --disable-pip-version-check"
+    quiet = "pip install -qq --disable-pip-version-check"
     pinned = shlex.quote(str(source / "scripts" / "constraints.txt"))
     return [
         Step("python3 -m venv environment"),
@@ -107,7 +108,7 @@ def take(step: Step, folder: Path, environment: dict[str, str]) -> Done:
             lines.append(line.rstrip("\n"))
             if step.stop_at and step.stop_at in " ".join(line.split()):
                 os.killpg(shell.pid, signal.SIGINT)
-                lines.append("^C")
+                lines.append(_STOP)
                 step = step._replace(stop_at="")
             if time.monotonic() - begun > LIMIT_SECONDS:
                 break
@@ -154,11 +155,19 @@ def taken(options: argparse.Namespace, folder: Path) -> Iterator[Done]:
 
 
 def shown(lines: Sequence[str]) -> list[str]:
-    """Return an output as the transcript has it: its beginning and its end, long lines cut."""
-    kept = [line if len(line) <= 160 else f"{line[:157]}..." for line in lines]
-    if len(kept) <= 2 * LINES_SHOWN + 1:
-        return kept
-    return [*kept[:LINES_SHOWN], f"... ({len(kept) - 2 * LINES_SHOWN} lines)", *kept[-LINES_SHOWN:]]
+    """Return an output as the transcript has it: its beginning, what is around Ctrl-C, and its end, long lines cut."""
+    places = {*range(LINES_SHOWN), *range(len(lines) - LINES_SHOWN, len(lines))}
+    for place in (place for place, line in enumerate(lines) if line == _STOP):
+        places |= {place - 1, place, place + 1}
+    kept, before = [], -1
+    for place in sorted(place for place in places if 0 <= place < len(lines)):
+        if place == before + 2:
+            kept.append(lines[before + 1])
+        elif place > before + 2:
+            kept.append(f"... ({place - before - 1} lines)")
+        kept.append(lines[place])
+        before = place
+    return [line if len(line) <= 160 else f"{line[:157]}..." for line in kept]
 
 
 def page(found: Sequence[Done], options: argparse.Namespace, folder: Path) -> list[str]:
@@ -172,7 +181,7 @@ def page(found: Sequence[Done], options: argparse.Namespace, folder: Path) -> li
         # Fences would end the block.
         text = re.sub(r"^```", "'''", text, flags=re.MULTILINE)
         since += done.seconds
-        told = f"{done.seconds:.0f} s, status {done.status}; {since / 60:.1f} minutes since the beginning"
+        told = f"{done.seconds:.1f} s, status {done.status}; {since / 60:.1f} minutes since the beginning"
         blocks.append(f"```text\n{text}\n```\n\n{told}")
     system = "Linux without Linux's own calls" if options.without_linux else "Linux"
     python = "this project's own environment" if options.no_install else "a new virtual environment"

@@ -32,6 +32,8 @@ def test_long_outputs_are_cut_in_the_middle() -> None:
     lines = [str(number) for number in range(30)]
     assert shown(lines) == ["0", "1", "2", "3", "4", "... (20 lines)", "25", "26", "27", "28", "29"]
     assert shown(lines[:11]) == lines[:11]
+    stopped = [*lines[:12], "^C", *lines[13:]]
+    assert shown(stopped)[4:11] == ["4", "... (6 lines)", "11", "^C", "13", "... (11 lines)", "25"]
 
 
 @pytest.mark.parametrize("without_linux", [False, True])
@@ -50,5 +52,5 @@ def test_the_page_has_every_command_with_its_time(tmp_path: Path) -> None:
     found = [Done(Step("one"), 0, 30.0, [f"in {tmp_path}/first"]), Done(Step("two"), 1, 60.0, ["```"])]
     options = argparse.Namespace(without_linux=True, no_install=True)
     text = "\n\n".join(page(found, options, tmp_path))
-    assert "$ one\nin FOLDER/first\n" in text and "30 s, status 0; 0.5 minutes since the beginning" in text
-    assert "$ two\n'''\n```\n\n60 s, status 1; 1.5 minutes" in text and "without Linux's own calls" in text
+    assert "$ one\nin FOLDER/first\n" in text and "30.0 s, status 0; 0.5 minutes since the beginning" in text
+    assert "$ two\n'''\n```\n\n60.0 s, status 1; 1.5 minutes" in text and "without Linux's own calls" in text
