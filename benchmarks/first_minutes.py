@@ -189,7 +189,8 @@ def page(found: Sequence[Done], options: argparse.Namespace, folder: Path) -> li
         f"The commands of README.md one after another in an empty folder, on {system}, in {python}; the text is the"
         " project's sources. Long outputs and lines are cut. Times include what else the machine was doing."
     )
-    return [heading("The first minutes", "cpu"), paragraph(words), *blocks]
+    title = "The first minutes" + (", without Linux's own calls" if options.without_linux else "")
+    return [heading(title, "cpu"), paragraph(words), *blocks]
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
