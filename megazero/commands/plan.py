@@ -16,6 +16,9 @@ from megazero.planner.advice.choices import read
 from megazero.planner.hardware import Hardware
 from megazero.planner.machines import MACHINES
 from megazero.planner.page.controls import CONTROLS, DEFAULT, read_controls
+from megazero.planner.paper.names import ALL, read_names
+from megazero.planner.paper.names import NAMES as PAPER
+from megazero.planner.paper.rows import HEAD, lines_of
 from megazero.planner.words import (
     HARDWARE,
     Wanted,
@@ -38,7 +41,7 @@ USAGE = f"""usage: megazero plan [--hardware NAME|FILE.yaml] [--nodes N | --worl
        megazero plan --advise [--hardware ...] [--nodes N] [--without-nodes N] [--format text|json] FLAGS
        megazero plan --compare RUN/metrics.jsonl [--hardware ...] FLAGS
        megazero plan --calibrate FILE.yaml [--processes N]
-       megazero plan --paper [--format text|json]
+       megazero plan --paper [LIST] [--format text|json]
 
 Runs a job dry, on this machine alone and without its memory: the real code of the first, a middle and the last pipeline
 stage on tensors without values, through start-up, two steps, an evaluation and, with --save, a save. Prints what a
@@ -63,8 +66,10 @@ corpus made-up tokens are planned; nothing is trained, loaded or saved.
 --output FILE.html   the file of the page (default: standard output)
 --what-if LIST   what a reader of the page may change: {", ".join(CONTROLS)}, or none (default: {DEFAULT});
              each value is run dry with two sizes of micro-batch
---paper      the ZeRO paper's tables, its figure 1 and its communication volumes, from this code run dry, beside the
-             paper's values
+--paper [LIST]   the ZeRO paper's tables, figures and communication volumes from this code run dry, beside the paper's
+             values, with the model's error where these were measured. All take a minute and a half of one core; LIST
+             are some of {", ".join(PAPER[:7])},
+             {", ".join(PAPER[7:])}
 """
 
 
@@ -81,7 +86,7 @@ def main(words: Sequence[str]) -> int:
     if own.is_paper:
         if as_page:
             raise ConfigError(Problem("--paper --format html", "the paper's tables are text or JSON", "--format json"))
-        return _paper(own.rest, as_json=as_json)
+        return _paper(own, as_json=as_json)
     if "--calibrate" in own.values:
         return _calibrate(own)
     output = Path(own.values["--output"]) if "--output" in own.values else None
@@ -182,21 +187,23 @@ def _page(story: "PageStory", output: Path | None) -> None:
         Console().line(line)
 
 
-def _paper(rest: Sequence[str], *, as_json: bool) -> int:
+def _paper(own: Words, *, as_json: bool) -> int:
     """Print the paper's figures from the running code, each table when it has been computed."""
-    if rest:
-        raise ConfigError(
-            Problem(f"--paper {' '.join(rest)}", "the paper's tables have settings of their own", "--paper")
-        )
-    from megazero.planner.paper import lines_of, tables
+    chosen = own.values.get("--paper", ALL)
+    others = [*own.rest, *(name for name in own.values if name not in ("--paper", "--format"))]
+    if others:
+        rule = "the paper's tables have settings of their own"
+        raise ConfigError(Problem(f"--paper {chosen} with {' '.join(others)}", rule, "--paper, --paper figure-2"))
+    names = read_names(chosen)
+    from megazero.planner.paper.parts import parts
 
     console = Console()
     if as_json:
-        found = [{"title": one.title, "rows": [row._asdict() for row in one.rows]} for one in tables()]
+        found = [{"title": one.title, "rows": [row.to_json() for row in one.rows]} for one in parts(names)]
         console.line(json.dumps(found, indent=1))
         return 0
-    console.line(f"{'':<36}{'this code':>14} {'the paper':>12}")
-    for one in tables():
+    console.line(HEAD)
+    for one in parts(names):
         for line in (*lines_of(one), ""):
             console.line(line)
     return 0

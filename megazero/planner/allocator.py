@@ -10,13 +10,15 @@ device before or takes now:
 Of the free blocks of its kind a tensor gets the smallest that is large enough, and what is left of it stays free,
 unless that is less than 512 bytes among small ones or at most 1 MiB among large ones.  Neighbouring free blocks are
 joined.  A segment of which nothing is given out stays with the allocator until the device has no memory left; then all
-of those are returned.  So a run needs the segments that are in use at the same moment, `needed_peak`, and takes at most
-`reserved_peak` where there is enough.
+of those are returned, and if that is not enough the run ends.  So a run needs the segments that are in use at the same
+moment, `needed_peak`, and takes at most `reserved_peak` where there is enough.
 """
 
 import bisect
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from megazero.errors import MemoryLimitError, Problem
 
 ROUNDING = 512
 _MIB = 1 << 20
@@ -75,6 +77,10 @@ class _Pool:
         key = self.keys.pop(id(block))
         del self.order[bisect.bisect_left(self.order, key)], self.blocks[key]
 
+    def unused(self) -> list[_Block]:
+        """Return the blocks that are whole segments."""
+        return [block for block in self.blocks.values() if not block.segment.used]
+
     def smallest(self, nbytes: int) -> _Block | None:
         """Return the smallest free block of at least so many bytes; None if there is none."""
         place = bisect.bisect_left(self.order, (nbytes, 0))
@@ -84,10 +90,12 @@ class _Pool:
 class CachingAllocator:
     """The segments and blocks of one device.
 
+    limit: the bytes of the device; beyond it a tensor raises MemoryLimitError.  None: there is enough.
     allocated: bytes given out, rounded.  reserved: bytes of all segments.  needed: of those in use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
         self.allocated = self.reserved = self.needed = 0
         self.needed_peak = self.reserved_peak = 0
         self._small, self._large = _Pool(), _Pool()
@@ -112,6 +120,7 @@ class CachingAllocator:
         block = pool.smallest(nbytes)
         if block is None:
             segment = _Segment(_segment_bytes(nbytes), is_small)
+            self._make_room(segment.nbytes)
             self.reserved += segment.nbytes
             block = _Block(segment, segment.nbytes)
         else:
@@ -128,6 +137,19 @@ class CachingAllocator:
         block.segment.used += block.nbytes
         self.allocated += block.nbytes
         return block
+
+    def _make_room(self, nbytes: int) -> None:
+        """Return all unused segments if the device has no room for another one; raise if it has none even then."""
+        if self.limit is None or self.reserved + nbytes <= self.limit:
+            return
+        for pool in (self._small, self._large):
+            for block in pool.unused():
+                pool.take(block)
+                self.reserved -= block.nbytes
+        if self.reserved + nbytes > self.limit:
+            free = self.reserved - self.allocated
+            given = f"a segment of {nbytes} bytes beside {self.reserved}, of which {free} are free in pieces"
+            raise MemoryLimitError(Problem(given, f"the device has {self.limit} bytes", "fewer or smaller tensors"))
 
     def _free(self, block: _Block) -> None:
         pool = self._small if block.segment.is_small else self._large

@@ -35,7 +35,10 @@ _EXAMPLES = MappingProxyType(
 
 
 class Words(NamedTuple):
-    """The plan's own flags: values by name; is_paper: --paper; is_advice: --advise.  rest: all others, `pretrain`'s."""
+    """The plan's own flags: values by name; is_paper: --paper, whose value may be left out; is_advice: --advise.
+
+    rest: all others, `pretrain`'s.
+    """
 
     values: dict[str, str]
     is_paper: bool
@@ -62,8 +65,10 @@ def split_words(words: Sequence[str]) -> Words:
         word = remaining.pop(0)
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
-        if name == "--paper" and not equals:
+        if name == "--paper":
             is_paper = True
+            if equals or (remaining and not remaining[0].startswith("--")):
+                values[name] = value if equals else remaining.pop(0)
         elif name == "--advise" and not equals:
             is_advice = True
         elif name not in _VALUED:

@@ -80,3 +80,13 @@ def test_the_time_of_a_step_and_its_comparison_are_printed(tmp_path: Path) -> No
     assert "500.0 ms" in done.stdout
     done = plan(*RUN, "--compare", "gone.jsonl", cwd=tmp_path)
     assert done.returncode == 2 and "gone.jsonl" in done.stderr
+
+
+def test_a_part_of_the_paper_by_its_name(tmp_path: Path) -> None:
+    done = plan("--paper", "section-8", "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (table,) = json.loads(done.stdout)
+    assert [round(row["ours"]) for row in table["rows"]] == [12, 13]
+    for words in (("--paper", "figure-5"), ("--paper", "section-8", "--num-layers", "2"), ("--paper", "--nodes", "2")):
+        done = plan(*words, cwd=tmp_path)
+        assert done.returncode == 2 and "configuration error: --paper" in done.stderr, done.stderr

@@ -1,7 +1,9 @@
 """Tests the model of CUDA's caching allocator on sequences whose segments PyTorch's notes on memory describe."""
 
+import pytest
 from support.each import each
 
+from megazero.errors import MemoryLimitError
 from megazero.planner.allocator import CachingAllocator, ExactAllocator
 
 MIB = 1 << 20
@@ -80,3 +82,19 @@ def test_a_resized_storage_is_given_out_anew() -> None:
         assert allocator.allocated == 1024
         allocator.changed(1, 0)
         assert allocator.allocated == 0
+
+
+def test_a_full_device_gets_unused_segments_back_and_ends_a_run_for_fragments() -> None:
+    allocator = CachingAllocator(limit=60 * MIB)
+    allocator.changed(0, 30 * MIB)
+    allocator.changed(0, 0)
+    for key in range(1, 5):
+        allocator.changed(key, 5 * MIB)  # of the 30 MiB that were free
+    allocator.changed(5, 20 * MIB)
+    assert allocator.reserved == 50 * MIB
+    for key in (5, 1, 3):
+        allocator.changed(key, 0)
+    allocator.changed(6, 24 * MIB)
+    assert allocator.reserved == 54 * MIB, "the unused 20 MiB were returned"
+    with pytest.raises(MemoryLimitError, match="20971520 are free in pieces"):
+        allocator.changed(7, 11 * MIB)

@@ -17,6 +17,9 @@ def test_own_flags_are_separated_in_both_spellings() -> None:
     words = split_words(["--nodes=2", "--num-layers", "3", "--world_size", "5", "--paper", "--format", "json"])
     assert words.values == {"--nodes": "2", "--world-size": "5", "--format": "json"}
     assert (words.is_paper, words.rest) == (True, ["--num-layers", "3"])
+    assert "--paper" not in words.values
+    for given in (["--paper", "figure-2"], ["--paper=figure-2"]):
+        assert split_words(given)[:3] == ({"--paper": "figure-2"}, True, [])
 
 
 @each(

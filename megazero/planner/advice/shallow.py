@@ -63,6 +63,11 @@ class Measured:
         return sum(self.memory.values())
 
     @property
+    def cached(self) -> int:
+        """The bytes that the device's allocator needs: all but what the machine states."""
+        return self.total - self.memory[_STATED]
+
+    @property
     def tokens(self) -> int:
         """The tokens of a step."""
         config = self.job.config
@@ -98,9 +103,11 @@ def depths(config: RunConfig, vocab_size: int) -> Depths:
         split: tuple[int, ...] = (config.model.num_layers,)
     else:
         split = pipeline_split(config, derived.vocab_rows(config, vocab_size))
-    # With partitioned parameters a layer's gather runs beside its neighbours, of which the shallow model has one too.
+    # With partitioned parameters a layer's gather runs beside its neighbours, of which the shallow model has one too;
+    # and where checkpoints are copies, a recomputed layer's input is alive beside the output of the one before.
     parameter = resolve(config.zero, config.precision).parameter
-    least = 2 if parameter.placement is Placement.PARTITIONED else 1
+    is_deep = parameter.placement is Placement.PARTITIONED or config.activations.recompute_granularity == "full"
+    least = 2 if is_deep else 1
     ends = [layers - 1 if layers else 0 for layers in (split[0], split[-1])]
     more = max(min([*(layers - least for layers in split[1:-1]), *ends, max(split) - least]), 0)
     return Depths(tuple(layers - more for layers in split), more) if more > 1 else Depths(split, 0)

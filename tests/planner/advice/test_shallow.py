@@ -63,11 +63,22 @@ def test_samples_tell_what_the_job_takes(words: str, wide: bool) -> None:
     assert found.seconds_on(V100) == found.seconds
 
 
+def test_recomputed_layers_are_sampled_beside_their_neighbours() -> None:
+    """Slices of checkpoints are copies: a layer's input is alive beside them until the next layer has its own."""
+    words = "--num-layers 6 --zero-config C4 --sequence-parallel false --micro-batch-size 8 --global-batch-size 16"
+    job = job_of(words, Nodes((16, 16)), wide=True)
+    found = measure(job, V100)
+    plan = make_plan(job, V100, parts=PARTS)
+    assert found.depth == 4
+    assert found.total == pytest.approx(plan.need(*plan.binding).total, rel=0.03)
+
+
 @each(
     ("words", "split", "more"),
     [
         ("--num-layers 40", (1,), 39),
         ("--num-layers 40 --zero-stage 3", (2,), 38),
+        ("--num-layers 40 --recompute-granularity full", (2,), 38),
         ("--num-layers 2", (2,), 0),
         ("--num-layers 41 --pipeline-model-parallel-size 4", (1, 2, 1, 1), 9),
         ("--num-layers 40 --pipeline-model-parallel-size 4 --pipeline-split 10,12,12,6", (5, 7, 7, 1), 5),

@@ -1,4 +1,4 @@
-"""The figures of the ZeRO paper (arXiv 1910.02054) from this code, run dry, beside the paper's own.
+"""The paper's tables 1 to 3, its figure 1, and the communication of its sections 7 and 8.
 
 Bytes of model states are those that the ledger counts at the end of a dry start-up: a model of the table's size, cut as
 the table has it, on one of its devices.  Traffic is that of a dry step.  The paper's GB are 1e9 bytes; its tables round
@@ -7,12 +7,12 @@ or cut their last digits.
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 from megazero.config.presets import ZERO_CONFIGS
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.parallel.nodes import Nodes
 from megazero.planner.dry_run import DryJob, RankRecord, run_rank
+from megazero.planner.paper.rows import Row, Table
 from megazero.planner.trace import Part
 from megazero.planner.words import read_run
 
@@ -49,41 +49,31 @@ _CONFIGURATIONS = MappingProxyType(
 STAGES = MappingProxyType({0: "baseline", 1: "Pos", 2: "Pos+g", 3: "Pos+g+p"})
 
 
-class Row(NamedTuple):
-    """A figure: of what, by this code, by the paper (None where it has none), and the unit."""
-
-    name: str
-    ours: float
-    papers: float | None
-    unit: str
-
-
-class Table(NamedTuple):
-    """A table or a figure of the paper."""
-
-    title: str
-    rows: tuple[Row, ...]
-
-
-def tables() -> Iterator[Table]:
-    """Yield the tables one after the other, each when it has been computed."""
-    yield Table(
+def figure_1() -> Table:
+    return Table(
         "Figure 1: bytes of a device for 7.5B parameters on 64 devices",
         tuple(Row(STAGES[stage], states(7.5e9, 64, stage) / GB, papers, "GB") for stage, papers in FIGURE_1.items()),
     )
-    yield Table("Table 1: bytes of a device by the number of devices", tuple(_table_1(tuple(TABLE_1))))
-    yield Table("Table 2: the largest model in 32 GB a device, data-parallel size 64", tuple(_table_2()))
-    yield Table("Table 3: a device's peak for 100B (125 x 8192, batch 32, MP 16, 400 devices)", tuple(_table_3()))
-    yield Table("Section 7: elements that a rank sends in a step over 64, in parameters x 63/64", tuple(_section_7()))
-    yield Table("Section 8: elements that a block of 16 tensor-parallel ranks sends, in b s h x 15/16", _section_8())
 
 
-def lines_of(found: Table) -> Iterator[str]:
-    """Yield a table as text: every figure of this code with the paper's beside it."""
-    yield found.title
-    for row in found.rows:
-        papers = "" if row.papers is None else f"{row.papers:>12,.6g}"
-        yield f"  {row.name:<34}{row.ours:>14,.4f} {papers:<13} {row.unit}".rstrip()
+def table_1() -> Table:
+    return Table("Table 1: bytes of a device by the number of devices", tuple(_table_1(tuple(TABLE_1))))
+
+
+def table_2() -> Table:
+    return Table("Table 2: the largest model in 32 GB a device, data-parallel size 64", tuple(_table_2()))
+
+
+def table_3() -> Table:
+    return Table("Table 3: a device's peak for 100B (125 x 8192, batch 32, MP 16, 400 devices)", tuple(_table_3()))
+
+
+def section_7() -> Table:
+    return Table("Section 7: elements that a rank sends in a step over 64, in parameters x 63/64", tuple(_section_7()))
+
+
+def section_8() -> Table:
+    return Table("Section 8: elements that a block of 16 tensor-parallel ranks sends, in b s h x 15/16", _section_8())
 
 
 def states(numel: float, ranks: int, stage: int, tp: int = 1) -> int:

@@ -1,0 +1,31 @@
+"""The parts of the paper by their names, each computed when it is asked for."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+from megazero.planner.paper import figures, fragments, tables
+from megazero.planner.paper.rows import Table
+
+PARTS: Mapping[str, Callable[[], Table]] = MappingProxyType(
+    {
+        "figure-1": tables.figure_1,
+        "table-1": tables.table_1,
+        "table-2": tables.table_2,
+        "table-3": tables.table_3,
+        "section-6.3": fragments.section_6_3,
+        "section-7": tables.section_7,
+        "section-8": tables.section_8,
+        "figure-2": figures.figure_2,
+        "figure-3": figures.figure_3,
+        "figure-4": figures.figure_4,
+        "figure-6": figures.figure_6,
+        "figure-7": figures.figure_7,
+        "figure-8": figures.figure_8,
+        "section-10.6": figures.section_10_6,
+    }
+)
+
+
+def parts(names: Iterable[str]) -> Iterator[Table]:
+    """Yield the tables of these names one after the other, each when it has been computed."""
+    return (PARTS[name]() for name in names)

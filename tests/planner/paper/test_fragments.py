@@ -1,0 +1,37 @@
+"""Tests a training that ends for memory in pieces, and goes on where arenas are compacted."""
+
+import pytest
+import torch
+from torch import nn
+
+from megazero.errors import MemoryLimitError
+from megazero.planner.paper.fragments import DEVICE_MIB, MIB, Tower, train
+
+LIMIT = DEVICE_MIB * MIB
+
+
+def test_defragmentation_lets_a_training_go_on_that_fragments_end() -> None:
+    found = train(defragments=True, limit=LIMIT)
+    assert found.compactions > 0 and found.outside == 0 and found.needed <= LIMIT
+    with pytest.raises(MemoryLimitError, match="free in pieces"):
+        train(defragments=False, limit=LIMIT)
+    with pytest.raises(MemoryLimitError, match="free in pieces"):
+        train(defragments=True, compacts=False, limit=LIMIT)
+    # What is alive at once would fit in each case: it is the pieces that end them.
+    plain, still = train(defragments=False), train(defragments=True, compacts=False)
+    assert max(plain.alive, still.alive, found.alive) < 0.86 * LIMIT
+    assert still.outside > 0 and still.compactions == plain.compactions == 0
+    assert found.losses == plain.losses == still.losses
+
+
+def test_losses_are_those_of_plain_torch() -> None:
+    torch.manual_seed(1)
+    model = Tower()
+    batches = [torch.randn(length * 256, 256) for length in (4, 2, 6, 2, 5, 3)]
+    assert all(isinstance(layer, nn.Linear) for layer in (*model.up, *model.down))
+    losses = []
+    for x in batches:
+        for up, down in zip(model.up, model.down, strict=True):
+            x = x + down(torch.nn.functional.gelu(up(x)))
+        losses.append(x.square().mean().item())
+    assert train(defragments=True).losses == pytest.approx(losses, rel=1e-6)
