@@ -64,6 +64,20 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/tensor_parallel/test_cross_entropy.py",),
     ),
     Fault(
+        "planner/module.py",
+        "a module of stage 3 is made whole before it is partitioned",
+        "in_parts = is_partitioned if made_in_parts is None else made_in_parts",
+        "in_parts = bool(made_in_parts)",
+        ("tests/planner/test_module.py",),
+    ),
+    Fault(
+        "library/step/passes.py",
+        "backward is no phase of its own in a ledger",
+        'self._engine.settings.ledger.phase("backward")',
+        "pass",
+        ("tests/library/test_ledger.py",),
+    ),
+    Fault(
         "planner/hollow.py",
         "what an operator makes of hollow tensors is told apart by their shapes, and not by their strides",
         "return value.dtype, value.is_meta, value.shape, value.stride()",

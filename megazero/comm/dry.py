@@ -24,7 +24,7 @@ class _DryGroup:
         self._rank = rank
         self._kind = kind
         for name in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, "allreduce", "broadcast", "send", "recv", "barrier"):
-            setattr(self, name, _complete)
+            setattr(self, name, _Held if kind == "gloo" else _complete)
 
     def name(self) -> str:
         return self._kind
@@ -34,6 +34,13 @@ class _DryGroup:
 
     def rank(self) -> int:
         return self._rank
+
+
+class _Held(CompletedWork):
+    """A work of gloo's, which holds the tensors of its message as long as it lives itself."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
 
 
 def _complete(*arguments: Any) -> CompletedWork:

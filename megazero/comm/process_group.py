@@ -120,7 +120,8 @@ class ProcessGroupCommunicator:
 
     def _compare(self, label: int) -> Callable[[], None]:
         """Send the label to the next rank; return a function that waits for that of the rank before, and compares."""
-        before, sent, received = (self.rank - 1) % self.size, torch.tensor([label]), torch.empty(1, dtype=torch.int64)
+        before, sent = (self.rank - 1) % self.size, torch.tensor([label])
+        received = sent.clone()  # what a dry group, which receives nothing, leaves there
         receiving = self._receive(received, before, _LABEL)
         sending = self._send(sent, (self.rank + 1) % self.size, _LABEL)
 

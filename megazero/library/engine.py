@@ -109,6 +109,7 @@ class DataParallelEngine:
         """Run the model's forward; its buffers are data-parallel rank 0's, as under DistributedDataParallel."""
         flight = self.mesh.meter.flight
         flight.iteration, flight.micro_batch, flight.activity = self.global_steps + 1, self._passes.count, "forward"
+        self.zero_engine.settings.ledger.phase("forward")
         self._times.begin_forward()
         self._buffers.before_forward()
         self._records.begin_forward(self._passes.count, trains=torch.is_grad_enabled())

@@ -37,8 +37,9 @@ from megazero.library.state.optimizer import OptimizerState
 from megazero.library.step.passes import BackwardPasses
 from megazero.library.step.records import StepRecords
 from megazero.library.step.stepping import LearningRates, Stepper
+from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.host import retain_freed_memory
-from megazero.memory.ledger_interface import NullLedger
+from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import MeasuringOptimizer
 from megazero.optim.loss_scaler import LossScaler
 from megazero.report.offload_price import offload_lines
@@ -56,6 +57,8 @@ def initialize(
     config: EngineConfig | Mapping[str, Any] | str | Path,
     mesh: Any = None,
     optimizer: Optimizer | MakeOptimizer | None = None,
+    *,
+    ledger: AnyLedger | None = None,
 ) -> DataParallelEngine:
     """Return an engine that trains `model` in data parallel with ZeRO; every process calls this with the same model.
 
@@ -70,21 +73,53 @@ def initialize(
     and learning-rate schedulers on it take effect.  The configuration then names none; that of a DeepSpeed
     configuration is left aside with a notice.  None: the configuration's optimizer, over all parameters.  If there is
     neither, the parameters are frozen until the engine is closed: it computes, saves and loads, and trains nothing.
+    ledger: counts live memory by category (`megazero/memory/ledger.py`); the program enters it.  None: none is kept.
 
     Raises ConfigError, TopologyError or UsageError, each with all problems of its kind.
+    """
+    settings, ledger = read_settings(model, config, optimizer), ledger or NullLedger()
+    mesh, buffers = mesh_and_buffers(mesh, settings.limits, ledger)
+    check_groups(given_wires(model), mesh.axis("dp"), mesh.device)
+    mesh = divided(mesh, settings.zero, buffers, settings.limits)
+    engine = assemble(model, settings, mesh, buffers, optimizer, ledger)
+    core, accumulation = engine.zero_engine, engine.gradient_accumulation_steps()
+    for line in (mesh.notice, *offload_lines(core, accumulation)) if mesh.world.rank == 0 else ():
+        if line:
+            print(line, file=sys.stderr, flush=True)
+    return engine
+
+
+def read_settings(
+    model: nn.Module,
+    config: EngineConfig | Mapping[str, Any] | str | Path,
+    optimizer: Optimizer | MakeOptimizer | None,
+) -> EngineConfig:
+    """Return the settings by which `model` is trained, with the wires that it was made with; arguments: `initialize`.
+
+    Raises ConfigError or UsageError.
     """
     if not isinstance(model, nn.Module):
         given = (
             f"model {model.__name__}, a class" if isinstance(model, type) else f"model of type {type(model).__name__}"
         )
         raise UsageError(Problem(given, "a model is a torch.nn.Module that has been made", "MyModel(...)"))
-    wires = given_wires(model)
-    settings = with_wires(load_engine_config(config), wires)
+    settings = with_wires(load_engine_config(config), given_wires(model))
     raise_problems(ConfigError, missing_packages(settings.reports, lambda name, value: f"reports.{name}: {value}"))
-    settings = without_schedule(settings) if optimizer is None else without_optimizer(settings, optimizer)
-    mesh, buffers = mesh_and_buffers(mesh, settings.limits)
-    check_groups(wires, mesh.axis("dp"), mesh.device)
-    mesh = divided(mesh, settings.zero, buffers, settings.limits)
+    return without_schedule(settings) if optimizer is None else without_optimizer(settings, optimizer)
+
+
+def assemble(
+    model: nn.Module,
+    settings: EngineConfig,
+    mesh: Mesh,
+    buffers: FusedBuffers,
+    optimizer: Optimizer | MakeOptimizer | None,
+    ledger: AnyLedger,
+) -> DataParallelEngine:
+    """Return the engine of `model` on a mesh that is divided as the settings ask for; a collective call.
+
+    settings: those of `read_settings`.  buffers: those of the mesh's collectives.  The rest: see `initialize`.
+    """
     batch = resolve_batch(settings, mesh.axis("dp").size)
     notices = [*use_tf32(settings.precision, mesh.device, given="precision.tf32")]
     if settings.curriculum.curriculum_learning and not takes_length(model):
@@ -107,7 +142,7 @@ def initialize(
     frozen = freeze_untrained(model, trains=trains)
     if plan.frozen is not None and mesh.world.rank == 0 and all(p.requires_grad for p in model.parameters()):
         setting = "zero.zero_quantized_nontrainable_weights: true"
-        warnings.warn(f"{setting}: moot here, because every parameter is trained", stacklevel=2)
+        warnings.warn(f"{setting}: moot here, because every parameter is trained", stacklevel=3)
     chosen = choose(optimizer, settings.optimizer, model)
     if isinstance(chosen.inner, MeasuringOptimizer) and optimizer is not None:
         named = f"a given {chosen.kind}"
@@ -123,7 +158,7 @@ def initialize(
     )
     if mesh.world.rank == 0:
         for notice in rates.notices():
-            warnings.warn(notice, stacklevel=2)
+            warnings.warn(notice, stacklevel=3)
     passes = BackwardPasses(
         batch.accumulation,
         needs_scale=settings.scales_loss,
@@ -141,15 +176,13 @@ def initialize(
         leaves_unused=settings.zero.ignore_unused_parameters and not settings.update_unused_parameters,
         serves_user_code=True,
         timers=timers,
+        ledger=ledger,
     )
     try:
         core = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=core_settings)
     except BaseException:
         passes.close()
         raise
-    for line in (mesh.notice, *offload_lines(core, batch.accumulation)) if mesh.world.rank == 0 else ():
-        if line:
-            print(line, file=sys.stderr, flush=True)
     buffers.resize(core.largest_buffer_bytes)
     retain_freed_memory(mesh.device)
     records = StepRecords(core)
@@ -166,7 +199,7 @@ def initialize(
     )
     passes.start(core, stepper.gradient_scale)
     state = OptimizerState(chosen, core)
-    rank = RankParts(mesh.axis("tp"), mesh.device, DefaultGenerators(mesh.device), NullLedger(), timers)
+    rank = RankParts(mesh.axis("tp"), mesh.device, DefaultGenerators(mesh.device), ledger, timers)
     parts = EngineComponents(
         settings,
         batch,
@@ -203,4 +236,4 @@ def _warn(config: EngineConfig, batch: BatchSizes, mesh: Mesh, notices: Sequence
     alone = moot.on_one_process(config, sums=sums) if mesh.axis("dp").size == 1 else ()
     if mesh.world.rank == 0:
         for notice in (*config.notices, *alone, *automatic_sizes(config, batch), *notices):
-            warnings.warn(notice, stacklevel=3)
+            warnings.warn(notice, stacklevel=4)

@@ -94,7 +94,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass has seen the call already, if it was Python's
+            result = func(*args, **(kwargs or {}))
         self.show(result)
         return result
 

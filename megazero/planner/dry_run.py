@@ -1,5 +1,7 @@
 """Runs one rank of a job dry: the real code of a run on tensors without values, over groups that send nothing.
 
+`DryRank` is the same for both doors, `run_rank` runs the rank of a run; that of a user's own module is in `module.py`.
+
 Hollow tensors have no memory (`hollow.py`), so a rank of any size runs on a small machine; what it would allocate,
 compute, send and copy is recorded (`recorder.py`, `memory/ledger.py`).  The parts of a trace run one after the other:
 start-up, two steps, an evaluation and a save, the last two where the run has them.
@@ -8,15 +10,17 @@ start-up, two steps, an evaluation and a save, the last two where the run has th
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from unittest.mock import patch
 
 import torch
 
 from megazero.activations.recompute_plan import LOGITS_CHUNK_BYTES
 from megazero.checkpoint.engine_state import saved_fragments
+from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Count
 from megazero.comm.startup import dry_mesh
+from megazero.comm.wires.shard_group import Wires
 from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.data.loader import MicroBatch, StepBatch
@@ -37,9 +41,43 @@ from megazero.train.context import StepContext
 from megazero.train.evaluate import sums_of
 from megazero.train.start.check import topology
 from megazero.train.step import StepControls, training_step
+from megazero.zero.engine import Engine
 from megazero.zero.plan import wires
 
 CPU = torch.device("cpu")
+
+
+class Job(Protocol):
+    """A job of either door, as a dry rank and a plan depend on it.
+
+    nodes: those of its ranks.  is_gpu: its devices are GPUs, else CPUs.  num_micro_batches: of one rank in one step.
+    tokens: of a step, of all ranks; samples where the job has no tokens.  wires: how its data-parallel axis sends.
+    attention_backend: the kernel of attention that it asks for.
+    """
+
+    @property
+    def nodes(self) -> Nodes: ...
+
+    @property
+    def is_gpu(self) -> bool: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def num_micro_batches(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def wires(self) -> Wires: ...
+
+    @property
+    def attention_backend(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +105,20 @@ class DryJob:
     def num_micro_batches(self) -> int:
         """The micro-batches of one rank in one step."""
         return derived.num_micro_batches(self.config, self.world_size)
+
+    @property
+    def tokens(self) -> int:
+        """The token positions of a step, of all ranks together."""
+        samples = self.num_micro_batches * self.config.training.micro_batch_size * self.topology.dp
+        return samples * self.config.model.seq_length
+
+    @property
+    def wires(self) -> Wires:
+        return wires(self.config.zero)
+
+    @property
+    def attention_backend(self) -> str:
+        return self.config.training.attention_backend
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +161,9 @@ def dry_tensors(ledger: Ledger | None = None) -> Iterator[None]:
 
 
 class DryRank:
-    """One rank of a job, with its components, in the contexts that make it dry; close it with the stack."""
+    """One rank of a job, in the contexts that make it dry; close it with the stack."""
 
-    def __init__(self, job: DryJob, rank: int, stack: ExitStack) -> None:
+    def __init__(self, job: Job, rank: int, stack: ExitStack) -> None:
         self.job, self.rank = job, rank
         self.allocator: AllocatorModel = CachingAllocator() if job.is_gpu else ExactAllocator()
         self.ledger = Ledger(
@@ -121,20 +173,13 @@ class DryRank:
             watch=self.allocator.changed,
         )
         self.recorder = Recorder(self.ledger, job.topology, rank, job.nodes, is_gpu=job.is_gpu)
-        attention = kernels(is_gpu=job.is_gpu, attention=job.config.training.attention_backend)
+        attention = kernels(is_gpu=job.is_gpu, attention=job.attention_backend)
         for context in (dry_tensors(self.ledger), self.ledger, self.recorder, attention):
             stack.enter_context(context)
         self.records: dict[Part, PartRecord] = {}
 
-    @property
-    def _config(self) -> RunConfig:
-        """The job's settings, with what a device of its kind takes for those that are left out."""
-        activations = self.job.config.activations
-        nbytes = activations.logits_chunk_bytes or LOGITS_CHUNK_BYTES["cuda" if self.job.is_gpu else "cpu"]
-        return replace(self.job.config, activations=replace(activations, logits_chunk_bytes=nbytes))
-
-    def build(self) -> RunComponents:
-        """Make the mesh and the components of the run."""
+    def mesh(self) -> tuple[Mesh, FusedBuffers]:
+        """Make the mesh, and the buffers of its collectives."""
         job = self.job
         buffers = FusedBuffers(0, CPU, ledger=self.ledger)
         mesh = dry_mesh(
@@ -144,11 +189,10 @@ class DryRank:
             buffers,
             is_gpu=job.is_gpu,
             meter=self.recorder.meter,
-            wires=wires(job.config.zero),
+            wires=job.wires,
             nodes=job.nodes,
         )
-        core = build_components(self._config, mesh, buffers, vocab_size=job.vocab_size, ledger=self.ledger)
-        return replace(core, trace=RecordingTrace(self.recorder))
+        return mesh, buffers
 
     def take(self, name: Part, run: Callable[[], object]) -> None:
         """Run a part of the trace and record what it takes."""
@@ -168,13 +212,21 @@ class DryRank:
             traffic=self.recorder.meter.counts(),
         )
 
+    def record(self, mesh: Mesh, engine: Engine) -> RankRecord:
+        """Return what the parts so far have recorded."""
+        layout = engine.layout
+        coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", "pp", "dp")}
+        trace = RankTrace(self.rank, coordinates, self.recorder.channels, self.recorder.parts)
+        padded = sum(section.numel for section in layout.sections)
+        return RankRecord(trace, self.records, layout.used_numel(trainable=True), padded)
+
 
 def run_rank(job: DryJob, rank: int, parts: Sequence[Part]) -> RankRecord:
     """Run a rank through these parts, in this order, the first of which is the start-up."""
     with ExitStack() as stack:
         dry = DryRank(job, rank, stack)
         made: list[RunComponents] = []
-        dry.take("start-up", lambda: made.append(dry.build()))
+        dry.take("start-up", lambda: made.append(_build(dry, job)))
         core = made.pop()
         context = step_context(job.config, core)
         stack.enter_context(dry.recorder.modules_of(core.model))
@@ -189,13 +241,19 @@ def run_rank(job: DryJob, rank: int, parts: Sequence[Part]) -> RankRecord:
         }
         for part in parts[1:]:
             dry.take(part, runs[part])
-        layout = core.engine.layout
-        numel = layout.used_numel(trainable=True)
-        padded = sum(section.numel for section in layout.sections)
+        record = dry.record(core.mesh, core.engine)
         core.engine.close()
-    coordinates = {axis: core.mesh.coordinate(axis) for axis in ("tp", "pp", "dp")}
-    trace = RankTrace(rank, coordinates, dry.recorder.channels, dry.recorder.parts)
-    return RankRecord(trace, dry.records, numel, padded)
+    return record
+
+
+def _build(dry: DryRank, job: DryJob) -> RunComponents:
+    """Make the mesh and the components of a run; its device's defaults stand for settings that are left out."""
+    activations = job.config.activations
+    nbytes = activations.logits_chunk_bytes or LOGITS_CHUNK_BYTES["cuda" if job.is_gpu else "cpu"]
+    config = replace(job.config, activations=replace(activations, logits_chunk_bytes=nbytes))
+    mesh, buffers = dry.mesh()
+    core = build_components(config, mesh, buffers, vocab_size=job.vocab_size, ledger=dry.ledger)
+    return replace(core, trace=RecordingTrace(dry.recorder))
 
 
 def made_up_batch(job: DryJob) -> StepBatch:

@@ -29,7 +29,7 @@ class Forecast:
 
     step: its predicted times.  tokens: of one step, of all devices.  total_tokens: of the training, 0 if not told.
     flops: of a token, in the mathematics of the model (`report.metrics.flops_per_token`).  precision: the number format
-    of its products.
+    of its products.  unit: what is counted where the model has no tokens: "samples".
     """
 
     step: StepTime
@@ -39,6 +39,7 @@ class Forecast:
     flops: int
     precision: str
     total_tokens: int = 0
+    unit: str = "tokens"
 
     @property
     def step_seconds(self) -> Band:
@@ -82,14 +83,14 @@ class Forecast:
         """Return all figures; each that is expected to be off has its range: [value, low, high]."""
         figures = {
             "step_seconds": self.step_seconds,
-            "tokens_per_second": self.tokens_per_second,
+            f"{self.unit}_per_second": self.tokens_per_second,
             "tflops_per_device": self.tflops_per_device,
             "mfu": self.mfu,
         }
         training = {"seconds": self.seconds, "device_hours": self.device_hours, "kilowatt_hours": self.kilowatt_hours}
         figures |= training if self.total_tokens else {}
         found: dict[str, Any] = {name: [band.value, band.low, band.high] for name, band in figures.items()}
-        told = {"tokens": self.tokens, "total_tokens": self.total_tokens, "binding": self.step.binding}
+        told = {self.unit: self.tokens, f"total_{self.unit}": self.total_tokens, "binding": self.step.binding}
         return {**found, **told, "shares": self.step.shares(), "parts_seconds": self.step.parts()}
 
     def lines(self) -> Iterator[str]:
@@ -97,7 +98,7 @@ class Forecast:
         error = f"{100 * self.hardware.error:.0f} %"
         yield f"machine          {self.hardware.name}, {self.devices} devices; {self.hardware.source}"
         yield f"step             {_seconds(self.step_seconds)} (error expected: {error})"
-        yield f"tokens/s         {_range(self.tokens_per_second)}"
+        yield f"{f'{self.unit}/s':<17}{_range(self.tokens_per_second)}"
         mfu, tflops = self.mfu, self.tflops_per_device
         between = f"{100 * mfu.low:.1f} to {100 * mfu.high:.1f}"
         yield f"TFLOP/s a device {_rounded(tflops.value)}, MFU {100 * mfu.value:.1f} % ({between})"
@@ -105,7 +106,7 @@ class Forecast:
         yield "the step is      " + ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares)
         yield f"what binds       {self.step.binding}"
         if self.total_tokens:
-            yield f"{self.total_tokens:,} tokens: {_seconds(self.seconds)}"
+            yield f"{self.total_tokens:,} {self.unit}: {_seconds(self.seconds)}"
             hours, energy = self.device_hours, self.kilowatt_hours
             yield f"device-hours     {_range(hours)}"
             if self.hardware.watts:

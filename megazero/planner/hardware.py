@@ -24,6 +24,7 @@ import yaml
 from megazero.config.fields import FieldInfo, by_name, parameter
 from megazero.config.values import InvalidValue, Location, as_number, coerce, unknown, violation
 from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.parallel.nodes import Nodes
 from megazero.planner.curves import Curve, constant
 
 LinkKind = Literal["inside", "across", "host", "disk"]
@@ -118,6 +119,11 @@ class Hardware:
     def is_asynchronous(self) -> bool:
         """True if the host issues kernels ahead of the device."""
         return self.device == "cuda"
+
+    def nodes(self, world_size: int) -> Nodes:
+        """Return the nodes of a job of so many ranks; the last one may have fewer than the others."""
+        full, rest = divmod(world_size, self.devices_per_node)
+        return Nodes((self.devices_per_node,) * full + (rest,) * (rest > 0))
 
     def kernel_rate(self, kind: str) -> Curve:
         """Return the rates of a kind of kernel; those of memory where it has none of its own."""

@@ -36,7 +36,9 @@ _CPU = torch.device("cpu")
 # Operators that make views without saying so.
 _VIEWS = frozenset(["_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"])
 
+_BATCH_NORM = torch.ops.aten.native_batch_norm.default
 _NUMBER = "_local_scalar_dense"  # tensor.item()
+_SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # of tensors that are there
 
 _storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
 # A method that torch's annotations leave out.
@@ -57,9 +59,9 @@ class _Form(NamedTuple):
 class _Manner(NamedTuple):
     """How an operator is run.
 
-    is_run: it makes views, changes what a tensor looks like, or has no tensors; it runs as it is.  grows: that may need
-    more bytes.  needs_values: it runs where none of its tensors is hollow.  given: the arguments that it returns, by
-    their places, or by name if they are keywords; empty if it returns new tensors.
+    is_run: it makes views or a tensor of others, changes what a tensor looks like, or has no tensors; it runs as it is.
+    grows: that may need more bytes.  needs_values: it runs where none of its tensors is hollow.  given: the arguments
+    that it returns, by their places, or by name if they are keywords; empty if it returns new tensors.
     """
 
     is_run: bool
@@ -150,7 +152,7 @@ class Hollow(TorchDispatchMode):
         """
         with self._fake:
             given, named = tree_map_only(Tensor, _fake, (tuple(args), dict(kwargs)))
-            result = func(*given, **named)
+            result = _as_computed(func, given, func(*given, **named))
         before, after = tree_leaves((args, kwargs)), tree_leaves((given, named))
         pairs = zip(before, after, strict=True)
         if any(isinstance(one, Tensor) and one.shape != other.shape for one, other in pairs):
@@ -266,7 +268,10 @@ def _manner(func: Any) -> _Manner:
     assert not given or len(given) == len(aliases), f"{func} returns both new tensors and given ones"
     return _Manner(
         # A hollow number is 0.
-        is_run=is_view or torch.Tag.inplace_view in func.tags or name == _NUMBER or func.namespace == "profiler",
+        is_run=is_view
+        or torch.Tag.inplace_view in func.tags
+        or name in (_NUMBER, _SPARSE)
+        or func.namespace == "profiler",
         grows=name in ("resize_", "resize_as_"),
         needs_values=torch.Tag.data_dependent_output in func.tags,
         given=given,
@@ -280,6 +285,14 @@ def _signature(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple([_signature(one) for one in value])
     return (type(value), value) if isinstance(value, (bool, float)) else value  # 1 == 1.0 == True
+
+
+def _as_computed(func: Any, given: Sequence[Any], result: Any) -> Any:
+    """Return what an operator returns where torch's fake one has another dtype: statistics of a batch are in fp32."""
+    if func is _BATCH_NORM and given[3] is not None:
+        output, *statistics = result
+        return (output, *[each.to(given[3].dtype) for each in statistics])
+    return result
 
 
 def _fake(tensor: Tensor) -> Tensor:

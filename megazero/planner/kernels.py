@@ -29,10 +29,12 @@ def gpu_kernels(attention: str = "flash") -> AbstractContextManager[Any]:
     plain = F.scaled_dot_product_attention
     core = _unfused if attention == "unfused" else _flash
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *places: Any, **options: Any
+    ) -> Tensor:
         if attn_mask is not None:  # FlashAttention takes none
-            return plain(query, key, value, attn_mask, **options)
-        return core(query, key, value, **options)
+            return plain(query, key, value, attn_mask, *places, **options)
+        return core(query, key, value, *places, **options)
 
     return patch.multiple(F, dropout=_dropout, scaled_dot_product_attention=attend)
 

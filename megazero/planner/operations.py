@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megazero.planner.trace import Operand, Operation
 
-# Operators without a kernel beside views: memory that is only taken, resized or named anew.
+# Operators without a kernel beside views: memory that is only taken, resized or named anew, or tensors of others.
 _NO_KERNEL = frozenset(
     [
         "empty",
@@ -31,6 +31,7 @@ _NO_KERNEL = frozenset(
         "is_same_size",
         "_local_scalar_dense",
         "item",
+        "_sparse_coo_tensor_with_dims_and_tensors",
     ]
 )
 # Operators that read of their first tensor only what the others select, and those that write only there.

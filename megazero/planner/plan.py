@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megazero.comm.mesh import CONTROL
 from megazero.comm.metered import Count
 from megazero.memory.ledger_figures import CATEGORIES
-from megazero.planner.dry_run import DryJob, PartRecord, RankRecord, differing_ranks, run_rank
+from megazero.planner.dry_run import DryJob, Job, PartRecord, RankRecord, differing_ranks, run_rank
 from megazero.planner.hardware import Hardware
 from megazero.planner.trace import JobTrace, Part
 
@@ -33,13 +33,13 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """A job that has been run dry, and the machine that it is for.
+class JobPlan:
+    """A job of either door that has been run dry, and the machine that it is for.
 
     ranks: those of the first, a middle and the last pipeline stage.  seconds: what running them dry has taken.
     """
 
-    job: DryJob
+    job: Job
     hardware: Hardware
     ranks: tuple[RankRecord, ...]
     seconds: float
@@ -47,13 +47,11 @@ class Plan:
     @property
     def trace(self) -> JobTrace:
         """The events of the ranks, from which the time of a step follows."""
-        training, topology = self.job.config.training, self.job.topology
-        samples = self.job.num_micro_batches * training.micro_batch_size * topology.dp
         return JobTrace(
             world_size=self.job.world_size,
-            stages=topology.pp,
+            stages=self.job.topology.pp,
             micro_batches=self.job.num_micro_batches,
-            tokens=samples * self.job.config.model.seq_length,
+            tokens=self.job.tokens,
             ranks=tuple(rank.trace for rank in self.ranks),
         )
 
@@ -108,6 +106,13 @@ class Plan:
         }
 
 
+@dataclass(frozen=True, eq=False)
+class Plan(JobPlan):
+    """A run that has been run dry."""
+
+    job: DryJob
+
+
 def make_plan(job: DryJob, hardware: Hardware, *, parts: Sequence[Part] | None = None) -> Plan:
     """Run the ranks of a job that differ dry.  parts: of them; by default all that the run has."""
     began = time.perf_counter()
@@ -135,7 +140,7 @@ def constants(hardware: Hardware, rank: RankRecord) -> dict[str, int]:
     }
 
 
-def _rank_to_json(plan: Plan, rank: RankRecord) -> dict[str, Any]:
+def _rank_to_json(plan: JobPlan, rank: RankRecord) -> dict[str, Any]:
     return {
         "rank": rank.trace.rank,
         "coordinates": dict(rank.trace.coordinates),

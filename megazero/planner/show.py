@@ -8,7 +8,7 @@ import megazero
 from megazero.comm.interface import FILE, HOST
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.planner.dry_run import PartRecord, RankRecord
-from megazero.planner.plan import Plan, between_nodes, constants, phase_at_peak
+from megazero.planner.plan import JobPlan, between_nodes, constants, phase_at_peak
 from megazero.planner.trace import Part
 from megazero.units import format_bytes
 
@@ -17,7 +17,7 @@ AXES = MappingProxyType({HOST: "host memory", FILE: "file"})
 _PACKAGE = Path(megazero.__file__).parent.parent
 
 
-def lines(plan: Plan) -> Iterator[str]:
+def lines(plan: JobPlan) -> Iterator[str]:
     """Yield the lines of a plan: memory, where it is fullest, traffic, and whether it fits."""
     fullest = [(rank, _fullest_part(plan, rank)) for rank in plan.ranks]
     yield from _memory(plan, fullest)
@@ -29,7 +29,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from verdict(plan)
 
 
-def verdict(plan: Plan) -> Iterator[str]:
+def verdict(plan: JobPlan) -> Iterator[str]:
     """Yield whether the plan fits, and what binds."""
     rank, part = plan.binding
     has, needs = plan.hardware.memory_bytes, plan.need(rank, part).total
@@ -46,11 +46,11 @@ def verdict(plan: Plan) -> Iterator[str]:
         yield f"fits: {place} needs most, {format_bytes(needs)} of {format_bytes(has)}; {left}"
 
 
-def _fullest_part(plan: Plan, rank: RankRecord) -> Part:
+def _fullest_part(plan: JobPlan, rank: RankRecord) -> Part:
     return max(rank.parts, key=lambda part: plan.need(rank, part).total)
 
 
-def _memory(plan: Plan, fullest: Sequence[tuple[RankRecord, Part]]) -> Iterator[str]:
+def _memory(plan: JobPlan, fullest: Sequence[tuple[RankRecord, Part]]) -> Iterator[str]:
     """Yield the table of a device's memory at its peak, a column for each rank."""
     records = [rank.parts[part] for rank, part in fullest]
     names = [f"rank {rank.trace.rank}, stage {rank.trace.coordinates['pp']}" for rank, _ in fullest]
@@ -89,14 +89,14 @@ def line_of(record: PartRecord) -> str:
     return f"{name}:{record.line.line}"
 
 
-def _parts(plan: Plan) -> Iterator[str]:
+def _parts(plan: JobPlan) -> Iterator[str]:
     yield ""
     yield _row("needed in each part", [f"rank {rank.trace.rank}" for rank in plan.ranks])
     for part in plan.ranks[0].parts:
         yield _row(f"  {part}", [format_bytes(plan.need(rank, part).total) for rank in plan.ranks])
 
 
-def _host(plan: Plan) -> Iterator[str]:
+def _host(plan: JobPlan) -> Iterator[str]:
     most = max((part for rank in plan.ranks for part in rank.parts.values()), key=lambda p: sum(p.host.values()))
     if sum(most.host.values()):
         yield ""
@@ -106,7 +106,7 @@ def _host(plan: Plan) -> Iterator[str]:
         yield _row("  of a node's ranks", [of])
 
 
-def _traffic(plan: Plan) -> Iterator[str]:
+def _traffic(plan: JobPlan) -> Iterator[str]:
     """Yield what the rank that sends most sends in a steady step, by axis and collective."""
     sending = max(plan.ranks, key=lambda rank: _sent(rank.parts["steady step"]))
     traffic = sending.parts["steady step"].traffic

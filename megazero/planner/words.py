@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megazero.command_line.parse import ResolvedRun, resolve
 from megazero.command_line.sources import with_sources
+from megazero.config.engine_sections import ZeroConfig
 from megazero.config.run import RunConfig
 from megazero.errors import ConfigError, Problem, TopologyError, raise_problems
 from megazero.parallel.nodes import Nodes, problems_of_placement
@@ -15,6 +16,7 @@ from megazero.planner.hardware import Hardware
 from megazero.planner.machines import hardware_of
 from megazero.planner.page.controls import DEFAULT
 from megazero.rules import run as rules
+from megazero.rules.states import Spell
 from megazero.train.start.check import topology
 from megazero.train.start.inputs import open_inputs
 
@@ -111,11 +113,9 @@ def nodes_of(values: dict[str, str], hardware: Hardware) -> Nodes:
     for name, value in given.items():
         if not (value.isascii() and value.isdecimal() and 0 < int(value) <= 1 << 20):
             raise ConfigError(Problem(f"{name} {value}", "a job has a whole number of them, at least 1", f"{name} 16"))
-    per_node = hardware.devices_per_node
     if "--world-size" not in given:
-        return Nodes((per_node,) * int(given.get("--nodes", 1)))
-    full, rest = divmod(int(given["--world-size"]), per_node)
-    return Nodes((per_node,) * full + (rest,) * (rest > 0))
+        return Nodes((hardware.devices_per_node,) * int(given.get("--nodes", 1)))
+    return hardware.nodes(int(given["--world-size"]))
 
 
 def nodes_left(values: dict[str, str], nodes: Nodes) -> list[Nodes]:
@@ -148,7 +148,7 @@ def read_run(words: Sequence[str], nodes: Nodes) -> Wanted:
     raise_problems(
         TopologyError, problems_of_placement(layout, nodes, config.parallel.allow_tensor_parallel_across_nodes)
     )
-    raise_problems(ConfigError, _not_planned(config))
+    raise_problems(ConfigError, states_in_files(config.zero, lambda name: f"--{name.replace('_', '-')}"))
     return Wanted(_decided(config), vocabulary(config), nodes, _notices(resolved))
 
 
@@ -167,12 +167,10 @@ def vocabulary(config: RunConfig) -> int:
     return open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False).vocab_size
 
 
-def _not_planned(config: RunConfig) -> list[Problem]:
+def states_in_files(zero: ZeroConfig, spell: Spell) -> list[Problem]:
     """Return problems for what a dry run cannot do."""
-    zero = config.zero
-    rule = "a plan runs no states in files yet"
     return [
-        Problem(f"--{name.replace('_', '-')} nvme", rule, f"--{name.replace('_', '-')} cpu")
+        Problem(f"{spell(name)} nvme", "a plan runs no states in files yet", f"{spell(name)} cpu")
         for name in ("offload_optimizer", "offload_param")
         if getattr(zero, name) == "nvme"
     ]

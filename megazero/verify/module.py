@@ -150,7 +150,7 @@ class _EngineSide:
         for micro in range((number - 1) * accumulation, number * accumulation):
             index = micro * ranks.size + ranks.rank
             with _seeded(index, engine.mesh.device):
-                loss = _checked(self._loss_fn(engine, self._batches[index]))
+                loss = checked_loss(self._loss_fn(engine, self._batches[index]))
                 engine.backward(loss)
             total += loss.detach() / (accumulation * ranks.size)
         engine.mesh.world.all_reduce_scalars(total).wait()
@@ -196,7 +196,7 @@ class _PlainSide:
         total, a_step = 0.0, accumulation * size
         for index in range((number - 1) * a_step, number * a_step):
             with _seeded(index, self._engine.mesh.device):
-                loss = _checked(self._loss_fn(self._model, self._batches[index]))
+                loss = checked_loss(self._loss_fn(self._model, self._batches[index]))
                 torch.autograd.backward(loss / share)
             total += loss.item() / a_step
         for parameter in self._trained.values() if self._settings.update_unused_parameters else ():
@@ -279,7 +279,7 @@ def _wide(leaf: Any, device: torch.device) -> Any:
     return leaf.to(device, torch.float64 if leaf.is_floating_point() else leaf.dtype)
 
 
-def _checked(loss: Any) -> Tensor:
+def checked_loss(loss: Any) -> Tensor:
     """Return the loss; raise UsageError unless it is one number that a backward can begin with."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

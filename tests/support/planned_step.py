@@ -52,7 +52,7 @@ def job_of(settings: Mapping[str, Any], per_node: tuple[int, ...]) -> DryJob:
 def dry_figures(rank: int, settings: Mapping[str, Any], per_node: tuple[int, ...]) -> dict[str, Figures]:
     """Return the figures of every part of a rank by a dry run."""
     record = run_rank(job_of(settings, per_node), rank, PARTS)
-    return {name: _of_record(part) for name, part in record.parts.items()}
+    return {name: figures_of_record(part) for name, part in record.parts.items()}
 
 
 def real_figures(rank: int, settings: Mapping[str, Any], per_node: tuple[int, ...]) -> dict[str, list[Figures]]:
@@ -68,7 +68,7 @@ def real_figures(rank: int, settings: Mapping[str, Any], per_node: tuple[int, ..
             time.sleep(MOMENT)
             memory = ledger.take()
             counts = {axis: {n: tuple(c) for n, c in row.items()} for axis, row in traffic(mesh.meter).items()}
-            found[name].append(_figures(memory, counts))
+            found[name].append(figures_of(memory, counts))
             mesh.meter.reset()
 
         core = build_components(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
@@ -94,10 +94,10 @@ def differences(rank: int, settings: Mapping[str, Any], per_node: tuple[int, ...
     first step, what the moments of gloo's thread do not change.
     """
     real, dry = real_figures(rank, settings, per_node), dry_figures(rank, settings, per_node)
-    return [f"{part}, {line}" for part in PARTS for line in _differing(part, dry[part], real[part])]
+    return [f"{part}, {line}" for part in PARTS for line in differing(part, dry[part], real[part])]
 
 
-def _differing(part: Part, dry: Figures, real: Sequence[Figures]) -> Iterator[str]:
+def differing(part: Part, dry: Figures, real: Sequence[Figures]) -> Iterator[str]:
     """Yield the places where no repetition has the dry figure; a place that is missing has none."""
     expected, found = dict(_leaves(dry)), [dict(_leaves(repetition)) for repetition in real]
     for place in sorted(expected.keys() | {place for repetition in found for place in repetition}):
@@ -119,15 +119,15 @@ def _leaves(figures: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, 
             yield f"{place}{name}", value
 
 
-def _of_record(record: PartRecord) -> Figures:
+def figures_of_record(record: PartRecord) -> Figures:
     counts = {
         axis: {name: (count.calls, count.nbytes) for name, count in row.items() if count.nbytes}
         for axis, row in record.traffic.items()
     }
-    return _figures(record.memory, {axis: row for axis, row in counts.items() if row})
+    return figures_of(record.memory, {axis: row for axis, row in counts.items() if row})
 
 
-def _figures(memory: Any, counts: Any) -> Figures:
+def figures_of(memory: Any, counts: Any) -> Figures:
     return {
         "peak": memory.peak_bytes,
         "at_peak": {name: n for name, n in memory.at_peak.items() if n},

@@ -24,6 +24,7 @@ from megazero.library.adopted.mesh import (
     launched_nodes,
 )
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.ledger_interface import AnyLedger
 from megazero.parallel.data_axis import data_axis
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
@@ -31,20 +32,21 @@ from megazero.rules.states import shard_groups_are_equal
 from megazero.zero.plan import wires
 
 
-def mesh_and_buffers(given: Any, limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:
+def mesh_and_buffers(given: Any, limits: LimitConfig, ledger: AnyLedger) -> tuple[Mesh, FusedBuffers]:
     """Return the mesh, and the buffers of its collectives, which are empty until the engine gives them a size.
 
     limits: for the processes that join here; UsageError if they have joined already, with another limit.
     given: a Mesh, whose collectives have buffers of their own; the user's groups (`library/adopted/mesh.py`); or
     None: all processes of torch's default group or, if there is none, all that the launcher has started.
+    ledger: counts the buffers.
     """
     if given is None and not is_joined():
-        return _join_others(limits)
+        return _join_others(limits, ledger)
     if isinstance(given, Mesh):
-        mesh, buffers = given, FusedBuffers(0, given.device)
+        mesh, buffers = given, FusedBuffers(0, given.device, ledger=ledger)
     else:
         device = joined_device()
-        buffers = FusedBuffers(0, device)
+        buffers = FusedBuffers(0, device, ledger=ledger)
         mesh = adopt_default(device, buffers) if given is None else adopt(given, device, buffers)
     if (group := default_group(mesh.device)) is not None:
         _check_limit(limits, group)
@@ -89,10 +91,10 @@ def _is_numbered_as_the_job(mesh: Mesh) -> bool:
     return not differs.item()
 
 
-def _join_others(limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:
+def _join_others(limits: LimitConfig, ledger: AnyLedger) -> tuple[Mesh, FusedBuffers]:
     launch = Launch.from_environment()
     device = choose_device("auto", launch)
-    buffers = FusedBuffers(0, device)
+    buffers = FusedBuffers(0, device, ledger=ledger)
     minutes, joining = derived.collective_limit_minutes(limits), derived.join_limit_minutes(limits)
     store = join(launch, backend="auto", device=device, timeout_minutes=minutes, join_minutes=joining)
     topology = Topology(dp=launch.world_size)

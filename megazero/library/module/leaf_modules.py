@@ -95,7 +95,7 @@ def choose_leaves(model: nn.Module, zero: ZeroConfig, plan: ZeroPlan) -> list[nn
             found = _find(model, [one], matches)
             chosen |= dict.fromkeys(found)
             if not found and not (matches is _is_of_class and one in default):
-                warnings.warn(f"zero.{setting}: no module of the model is {one!r}", stacklevel=3)
+                warnings.warn(f"zero.{setting}: no module of the model is {one!r}", stacklevel=4)
     return list(chosen)
 
 

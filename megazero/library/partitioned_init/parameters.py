@@ -98,13 +98,17 @@ class SlicedParameter:
         ranks, numel = self._communicator.size, self._slice.numel()
         step = min(max(_GATHERED_NUMEL // ranks, 1), numel)
         buffer = whole.new_empty(ranks * step)
+        num_full = whole.numel() // numel
+        full = whole[: num_full * numel].view(num_full, numel)
         for start in range(0, numel, step):
             pieces = buffer[: ranks * min(step, numel - start)]
             mine = self._slice.load(start, pieces.view(ranks, -1)[self._communicator.rank])
             self._communicator.all_gather_into(pieces, mine).wait()
-            for rank, piece in enumerate(pieces.view(ranks, -1)):
-                target = whole[rank * numel + start :][: mine.numel()]
-                target.copy_(piece[: target.numel()])
+            found = pieces.view(ranks, -1)
+            full[:, start : start + mine.numel()].copy_(found[: len(full)])
+            if len(full) < ranks:  # the slices of the ranks behind these are shorter, or empty
+                rest = whole[full.numel() + start :][: mine.numel()]
+                rest.copy_(found[len(full)][: rest.numel()])
         return whole
 
     def gather(self) -> None:

@@ -348,6 +348,7 @@ class BackwardPasses:
     def _begin(self) -> None:
         self._step_was_early = False
         self._is_last = self._next_ends
+        self._engine.settings.ledger.phase("backward")
         self._engine.begin_backward(is_last=self._is_last)
 
     def _end(self) -> None:

@@ -17,6 +17,7 @@ from megazero.config.engine_sections import LimitConfig, ZeroConfig
 from megazero.errors import TopologyError, UsageError
 from megazero.library.adopted.join import divided, mesh_and_buffers
 from megazero.library.adopted.mesh import default_group
+from megazero.memory.ledger_interface import NullLedger
 
 PROGRAM = """
 import torch
@@ -51,7 +52,7 @@ def test_started_by_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_process_of_its_own() -> None:
-    mesh, buffers = mesh_and_buffers(None, LimitConfig())
+    mesh, buffers = mesh_and_buffers(None, LimitConfig(), NullLedger())
     assert (mesh.axis("dp").size, mesh.rank, buffers.buffer_bytes) == (1, 0, 0)
     assert not dist.is_initialized()
 
@@ -64,15 +65,15 @@ def limit_of(communicator: Any) -> float:
 def joined(rank: int) -> list[tuple[int, int]]:
     given = mesh_in_worker(rank, dp=2)
     foreign = SimpleNamespace(get_data_parallel_group=lambda: dist.group.WORLD)
-    meshes = [mesh_and_buffers(mesh, LimitConfig())[0] for mesh in (None, foreign, given)]
+    meshes = [mesh_and_buffers(mesh, LimitConfig(), NullLedger())[0] for mesh in (None, foreign, given)]
     assert meshes[-1] is given
     default = default_group(torch.device("cpu"))
     assert default is not None
     limits = [default.limit_seconds, *(limit_of(mesh.gathering) for mesh in meshes[:2])]
     assert len(set(limits)) == 1, "groups made beside the default group have its time limit"
-    mesh_and_buffers(None, LimitConfig(distributed_timeout_seconds_after_init=default.limit_seconds))
+    mesh_and_buffers(None, LimitConfig(distributed_timeout_seconds_after_init=default.limit_seconds), NullLedger())
     with pytest.raises(UsageError, match="180 s for a collective, where the processes have joined with"):
-        mesh_and_buffers(None, LimitConfig(distributed_timeout_minutes=3))
+        mesh_and_buffers(None, LimitConfig(distributed_timeout_minutes=3), NullLedger())
     return [(mesh.axis("dp").size, mesh.axis("dp").rank) for mesh in meshes]
 
 
@@ -87,7 +88,7 @@ def divided_over(rank: int, names: tuple[str, str]) -> tuple[str, dict[str, int]
     job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     with patch.dict(os.environ, {name: str(value) for name, value in job.items()}):
         given = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        mesh, buffers = mesh_and_buffers(given, LimitConfig())
+        mesh, buffers = mesh_and_buffers(given, LimitConfig(), NullLedger())
         try:
             mesh = divided(mesh, ZeroConfig(mics_shard_size=1, zero_stage=1), buffers, LimitConfig())
         except TopologyError as error:
