@@ -1,12 +1,14 @@
 """Trains a random sample of all legal layouts, each beside one process: do losses, norms and weights agree?
 
     python benchmarks/layout_matrix.py --records FILE.jsonl [--count 200] [--seed 1] [--minutes 30] [--output FILE.md]
+        [--families gpt2 llama3 bloom]
 
 Layouts are drawn from all that the project's rules allow up to --most-processes: tensor x pipeline x data parallel,
 schedules and chunks, ZeRO stages, micro-batches, split sequences, recomputation, partitioned checkpoints, windows (the
-dimensions of tests/support/layouts.py; the draw is a function of --seed).  Each trains --steps steps of a small GPT in
-float64 on real text, on processes that the program starts itself, and is compared with the plain single-process
-reference of the tests: losses and gradient norms of every rank and step, every final weight by name.
+dimensions of tests/support/layouts.py; the draw is a function of --seed), and families of models take turns
+(tests/support/families.py), each with the next layout drawn that is legal for it.  Each trains --steps steps of a small
+model in float64 on real text, on processes that the program starts itself, and is compared with the plain
+single-process reference of the tests: losses and gradient norms of every rank and step, every final weight by name.
 
 A line is appended to --records for every layout as soon as it has run, and a layout with a line is not run again (but
 for those that failed to run), so the program may be stopped and started at will.  It ends with status 1 if any layout
@@ -16,6 +18,7 @@ failed or deviates by more than --bound, and with 2 if --minutes were over befor
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import math
 import os
@@ -25,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,8 @@ from report import HelpFormat, command, paragraph, publish, table, tell
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support.layouts import DIMENSIONS, GLOBAL_BATCH, MOST_PROCESSES, Layout, legal_layouts
+from support.families import FAMILIES
+from support.layouts import DIMENSIONS, GLOBAL_BATCH, MOST_PROCESSES, Layout, is_legal, legal_layouts
 from support.processes import RankFailure, close_pools
 from support.reference import History
 from support.training import deviation, reference_history, train_cell, write_text_corpus
@@ -49,6 +53,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--records", type=Path, required=True, help="JSON lines of what has been run; appended to")
     add("--count", type=int, default=200, help="layouts in the sample")
     add("--seed", type=int, default=1, help="of the draw")
+    add("--families", nargs="+", choices=list(FAMILIES), default=["gpt2"], help="models that take turns")
     add("--most-processes", type=int, default=MOST_PROCESSES, help="processes of a layout")
     add("--steps", type=int, default=10, help="training steps of each")
     add("--bound", type=float, default=1e-9, help="largest relative deviation that passes")
@@ -57,10 +62,29 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def sample(count: int, seed: int, most_processes: int) -> list[Layout]:
+@dataclass(frozen=True)
+class Case:
+    """A family of models in a layout; a GPT-2's is named by its layout alone."""
+
+    layout: Layout
+    family: str
+
+    def __str__(self) -> str:
+        return str(self.layout) if self.family == "gpt2" else f"{self.family} {self.layout}"
+
+
+def sample(count: int, seed: int, most_processes: int, families: Sequence[str] = ("gpt2",)) -> list[Case]:
     """Draw `count` of all legal layouts (all of them if there are fewer), in the order of the draw."""
-    everything = list(legal_layouts(most_processes=most_processes))
-    return random.Random(seed).sample(everything, min(count, len(everything)))
+    drawn = list(legal_layouts(most_processes=most_processes))
+    random.Random(seed).shuffle(drawn)
+    cases: list[Case] = []
+    turns = itertools.cycle(families)
+    family = next(turns)
+    for layout in drawn:
+        if len(cases) < count and is_legal(layout, family):
+            cases.append(Case(layout, family))
+            family = next(turns)
+    return cases
 
 
 def read_records(path: Path, steps: int) -> dict[str, Record]:
@@ -83,36 +107,38 @@ def append(path: Path, record: Record) -> None:
         stream.write("\n" * is_cut_off + json.dumps(record) + "\n")
 
 
-def run(layout: Layout, steps: int, prefix: str, reference: History) -> Record:
-    """Train one layout and return the record of its comparison with the reference."""
+def run(case: Case, steps: int, prefix: str, reference: History) -> Record:
+    """Train one case and return the record of its comparison with the reference."""
     start = time.perf_counter()
-    record: Record = {"layout": str(layout), "steps": steps, "choices": asdict(layout)}
+    record: Record = {"layout": str(case), "family": case.family, "steps": steps, "choices": asdict(case.layout)}
+    cell = case.layout.cell(steps=steps).with_settings(FAMILIES[case.family])
     try:
-        found: Record = asdict(deviation(train_cell(layout.cell(steps=steps), prefix), reference))
+        found: Record = asdict(deviation(train_cell(cell, prefix), reference))
     except (RankFailure, AssertionError) as error:
         text = re.sub(r"/[^\s\"]*/", "", str(error))  # files by name, without folders
         found = {"error": text if len(text) < 6000 else f"{text[:3000]}\n...\n{text[-3000:]}"}
     return {**record, **found, "seconds": round(time.perf_counter() - start, 2)}
 
 
-def run_missing(layouts: Iterable[Layout], options: argparse.Namespace) -> None:
-    """Run the layouts that have no record or failed, in this order, as long as there is time."""
+def run_missing(cases: Iterable[Case], options: argparse.Namespace) -> None:
+    """Run the cases that have no record or failed, in this order, as long as there is time."""
     known = read_records(options.records, options.steps)
-    missing = [layout for layout in layouts if "error" in known.get(str(layout), {"error": "not run"})]
+    missing = [case for case in cases if "error" in known.get(str(case), {"error": "not run"})]
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         prefix = write_text_corpus(Path(folder))
 
         @functools.cache
-        def alone(num_layers: int) -> History:
-            return reference_history(prefix, options.steps, num_layers=num_layers, global_batch_size=GLOBAL_BATCH)
+        def alone(family: str, num_layers: int) -> History:
+            sizes = {"num_layers": num_layers, "global_batch_size": GLOBAL_BATCH}
+            return reference_history(prefix, options.steps, **sizes, **FAMILIES[family])
 
-        for number, layout in enumerate(missing, start=1):
+        for number, case in enumerate(missing, start=1):
             if time.monotonic() - start > 60 * options.minutes:
                 return
-            record = run(layout, options.steps, prefix, alone(layout.num_layers))
+            record = run(case, options.steps, prefix, alone(case.family, case.layout.num_layers))
             append(options.records, record)
-            tell(f"{number} of {len(missing)}: {layout}: {verdict(record)}, {record['seconds']:.1f} s")
+            tell(f"{number} of {len(missing)}: {case}: {verdict(record)}, {record['seconds']:.1f} s")
 
 
 def verdict(record: Record) -> str:
@@ -141,6 +167,16 @@ def by_choice(records: Sequence[Record]) -> str:
     return table(["dimension", "choice", "layouts", "losses", "norms", "weights"], rows)
 
 
+def by_family(records: Sequence[Record]) -> str:
+    """Return a table with a row for every family."""
+    rows = []
+    for family in FAMILIES:
+        of_it = [record for record in records if record.get("family", "gpt2") == family]
+        if of_it:
+            rows.append([family, len(of_it), *(worst_of(of_it, name) for name in FIGURES)])
+    return table(["family", "layouts", "losses", "norms", "weights"], rows)
+
+
 def by_processes(records: Sequence[Record]) -> str:
     """Return a table with a row for every number of processes."""
     groups: dict[int, list[Record]] = {}
@@ -157,20 +193,21 @@ def _word(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def page(records: Mapping[str, Record], layouts: Sequence[Layout], options: argparse.Namespace) -> list[str]:
+def page(records: Mapping[str, Record], cases: Sequence[Case], options: argparse.Namespace) -> list[str]:
     """Return the parts of the summary."""
-    there = [records[str(layout)] for layout in layouts if str(layout) in records]
+    there = [records[str(case)] for case in cases if str(case) in records]
     off = [record for record in there if not worst(record) < options.bound]
     today, cores = datetime.date.today().isoformat(), os.cpu_count()
     parts = [
-        f"# {len(there)} of {len(layouts)} drawn layouts beside one process",
+        f"# {len(there)} of {len(cases)} drawn layouts beside one process",
         f"{today}; CPU, {cores} cores, one thread a process, torch {torch.__version__}, float64.",
         f"`{command(sys.argv)}`",
         paragraph(
-            f"Every layout trains {options.steps} steps of a small GPT on real text, global batch {GLOBAL_BATCH}, no"
-            " dropout, tied embeddings, clipping active. Figures are the largest relative deviations from the plain"
+            f"Every layout trains {options.steps} steps of a small model on real text, global batch {GLOBAL_BATCH}, no"
+            " dropout, clipping active. Figures are the largest relative deviations from the plain"
             f" single-process reference; {len(off)} of {len(there)} are not below {options.bound:g}."
         ),
+        by_family(there),
         by_processes(there),
         by_choice(there),
     ]
@@ -185,15 +222,15 @@ def page(records: Mapping[str, Record], layouts: Sequence[Layout], options: argp
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parse_arguments(words)
-    layouts = sample(options.count, options.seed, options.most_processes)
-    run_missing(layouts, options)
+    cases = sample(options.count, options.seed, options.most_processes, options.families)
+    run_missing(cases, options)
     close_pools()
     records = read_records(options.records, options.steps)
-    publish(page(records, layouts, options), options.output)
-    there = [records[str(layout)] for layout in layouts if str(layout) in records]
+    publish(page(records, cases, options), options.output)
+    there = [records[str(case)] for case in cases if str(case) in records]
     if any(not worst(record) < options.bound for record in there):
         return 1
-    return 0 if len(there) == len(layouts) else 2
+    return 0 if len(there) == len(cases) else 2
 
 
 if __name__ == "__main__":

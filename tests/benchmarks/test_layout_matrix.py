@@ -9,11 +9,13 @@ import pytest
 from layout_matrix import main, parse_arguments, read_records, sample, worst
 from support.layouts import is_legal
 
+FAMILIES = ("gpt2", "llama3")
+
 
 def words(folder: Path, *more: str) -> list[str]:
     """Return the options for three layouts on up to two processes, with two steps each."""
     records, output = str(folder / "r.jsonl"), str(folder / "page.md")
-    least = ["--count", "3", "--seed", "4", "--most-processes", "2", "--steps", "2"]
+    least = ["--count", "3", "--seed", "4", "--most-processes", "2", "--steps", "2", "--families", *FAMILIES]
     return ["--records", records, "--output", output, *least, *more]
 
 
@@ -28,8 +30,15 @@ def rewrite(folder: Path, **changes: Any) -> str:
 def test_the_draw_follows_from_its_seed() -> None:
     drawn = sample(40, 1, 3)
     assert drawn == sample(40, 1, 3) != sample(40, 2, 3)
-    assert len(set(drawn)) == 40 and all(is_legal(layout) for layout in drawn)
-    assert {layout.world_size for layout in sample(10**6, 1, 2)} == {1, 2}
+    assert len(set(drawn)) == 40 and all(is_legal(case.layout) for case in drawn)
+    assert {case.layout.world_size for case in sample(10**6, 1, 2)} == {1, 2}
+
+
+def test_families_take_turns_in_layouts_that_are_legal_for_them() -> None:
+    drawn = sample(40, 1, 3, FAMILIES)
+    assert [case.family for case in drawn] == [*FAMILIES] * 20
+    assert all(is_legal(case.layout, case.family) for case in drawn)
+    assert len({str(case) for case in drawn}) == 40 and str(drawn[1]) == f"llama3 {drawn[1].layout}"
 
 
 def test_what_is_not_there_is_far_off() -> None:
@@ -63,14 +72,14 @@ def folder(done: Path, tmp_path: Path) -> Path:
 @pytest.mark.gloo
 def test_a_sample_is_run_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = read_records(folder / "r.jsonl", 2)
-    assert set(records) == {str(layout) for layout in sample(3, 4, 2)}
+    assert set(records) == {str(case) for case in sample(3, 4, 2, FAMILIES)}
     assert all(0 < worst(record) < 1e-9 for record in records.values())
     written = (folder / "r.jsonl").read_text()
     assert main(words(folder)) == 0
     assert (folder / "r.jsonl").read_text() == written
     page = (folder / "page.md").read_text()
     assert capsys.readouterr().out == page
-    assert page.startswith("# 3 of 3 drawn layouts") and "Not below the bound" not in page
+    assert page.startswith("# 3 of 3 drawn layouts") and "| llama3 | 1 |" in page and "Not below the bound" not in page
 
 
 @pytest.mark.gloo

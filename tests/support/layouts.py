@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from support.configs import make_run
+from support.families import FAMILIES
 from support.training import SETTINGS, Cell
 
 from megazero.config import derived
@@ -126,10 +127,14 @@ def _base() -> RunConfig:
     return make_run(**{**SETTINGS, "mock_data": True})
 
 
-def run_config(layout: Layout) -> RunConfig:
-    """Return the run of `layout.cell()` on mock data; its micro-batch size is at least 1, however small the batch."""
+def run_config(layout: Layout, family: str = "gpt2") -> RunConfig:
+    """Return the run of `layout.cell()` on mock data, with the family's model.
+
+    Its micro-batch size is at least 1, however small the batch.
+    """
     copies = layout.dp * layout.accumulation
     settings = {
+        **FAMILIES[family],
         **layout.settings,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -144,12 +149,12 @@ def run_config(layout: Layout) -> RunConfig:
 
 
 @functools.cache
-def is_legal(layout: Layout) -> bool:
+def is_legal(layout: Layout, family: str = "gpt2") -> bool:
     """Return True if megazero's rules give no problem and no notice about the run, and none of its settings is moot.
 
     A number of micro-batches that does not divide the global batch gives a run with another number, or none.
     """
-    config, size = run_config(layout), layout.world_size
+    config, size = run_config(layout, family), layout.world_size
     given = [ParsedValue(name, value, name) for name, value in layout.settings.items()]
     if rules.check(config, size) or rules.advice(config, size) or moot.of_a_run(config, given).problems:
         return False
