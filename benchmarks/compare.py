@@ -10,9 +10,9 @@ The systems of several processes are `floor` (the plain model without any commun
 take, but not megazero, which has kernels of its own), torch's `ddp`, `ddp-view` (gradients as views of its buckets),
 `zero1-torch` (ZeroRedundancyOptimizer), `fsdp2` and `fsdp2-keep` (which keeps parameters gathered until backward),
 `deepspeed-0` to `-3` where DeepSpeed is installed, `megatron-core` and `megatron-core-1` (its distributed optimizer)
-where Megatron-core is, and by ZeRO stage `library-0` to `-3`, `megazero.initialize` around the plain model, and
-`megazero-0` to `-3`, the step of pretrain_gpt.py.  Those of one process are `eager`, `compiled` (torch.compile),
-`library` and `megazero`.
+where Megatron-core is, and by ZeRO stage `library-0` to `-3`, `megazero.initialize` around the plain model
+(`library-3-keep` keeps parameters until backward too), and `megazero-0` to `-3`, the step of pretrain_gpt.py.  Those of
+one process are `eager`, `compiled` (torch.compile), `library` and `megazero`.
 
 Every system has processes of its own, so that its memory is its own.  They take turns in one run (A B C A B C ...)
 while others sleep, so that whatever else the machine does hits all alike; the first turn of each is a warm-up.  Then

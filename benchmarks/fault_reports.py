@@ -1,11 +1,11 @@
 """Makes one rank of a training run fail in twenty ways: what is printed, and when has the last process ended?
 
-    python benchmarks/fault_reports.py --records FILE.jsonl [--only WORD] [--minutes 30]
+    python benchmarks/fault_reports.py --records FILE.jsonl [--output FILE.md] [--only WORD] [--minutes 30]
 
 Every fault is met by two ranks without a launcher (srun's case), under torchrun, and under two torchruns, one a node;
 one of each class also by three ranks, and by four under two torchruns.
 A line is appended to --records for every job as soon as it has ended, and a job that is in there is not run again, so
-the program may be stopped and started at will.
+the program may be stopped and started at will.  The page has the reports of all of them, as they were printed.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from report import HelpFormat, tell
+from report import HelpFormat, add_output, heading, paragraph, publish, tell
+from report import table as grid
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECONDS = 5.0
@@ -288,6 +289,26 @@ def own_lines(output: str) -> list[str]:
     return [] if first is None else lines[first:]
 
 
+def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the parts of the page: seconds by fault and launch, then what was printed."""
+    slowest = max((second for row in rows for second in row["seconds"] if not KINDS[row["fault"]].stays), default=0.0)
+    yield heading("Twenty kinds of fault, and what is printed", "cpu")
+    yield paragraph(
+        f"Seconds from the fault to the end of each process, in {len(rows)} jobs. The time limit of a collective is"
+        f" {LIMIT_SECONDS:g} s, and what can run ends within ten more: the slowest took {slowest:g} s. A stopped"
+        f" process is killed by its launcher, for which torchrun takes 30 s."
+    )
+    cells = {(row["launch"], row["fault"]): " ".join(map(str, row["seconds"])) for row in rows}
+    yield grid(
+        ["fault", *LAUNCHES], [[name, *(cells.get((launch, name), "-") for launch in LAUNCHES)] for name in KINDS]
+    )
+    for row in rows:
+        codes = " ".join("stopped" if code is None else str(code) for code in row["codes"])
+        texts = ("\n".join(lines) for lines in row["printed"] if lines)
+        printed = "\n\n".join(texts)
+        yield f"## {row['fault']}: {row['launch']}\n\nExit statuses: {codes}.\n\n```text\n{printed}\n```"
+
+
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat)
     add = parser.add_argument
@@ -295,6 +316,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", default="", help="jobs whose fault or launch has this word")
     add("--minutes", type=float, default=float("inf"), help="begin no job after so long")
     add("--rank-of", choices=KINDS, help=argparse.SUPPRESS)
+    add_output(parser)
     return parser.parse_args(words)
 
 
@@ -315,6 +337,9 @@ def main(words: Sequence[str] | None = None) -> int:
         with options.records.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
         tell(f"{launch}: {name}: {row['codes']} after {row['seconds']} s")
+    if options.output is not None:
+        lines = options.records.read_text(encoding="utf-8").splitlines()
+        publish(page([json.loads(line) for line in lines]), options.output)
     return 0
 
 

@@ -31,6 +31,7 @@ PEERS: Mapping[str, tuple[str, ...]] = {
     "library-1": _ONE_OR_TWO,
     "library-2": _ONE_OR_TWO,
     "library-3": ("fsdp2",),
+    "library-3-keep": ("fsdp2-keep", "deepspeed-3"),
     "library-2-cpu": ("deepspeed-2-cpu",),
     "library-3-cpu": ("deepspeed-3-cpu",),
     "megazero-0": ("ddp", MEGATRON[0]),

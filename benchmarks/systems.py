@@ -41,7 +41,8 @@ PLAIN = "plain"
 # Megatron-core without ZeRO, and in stage 1.
 MEGATRON = ("megatron-core", "megatron-core-1")
 # The systems of one process, and of several; megazero-K is ZeRO stage K, and so are library-K and deepspeed-K.
-# What ends in -cpu has optimizer states, and in stage 3 parameters too, in host memory; in -nvme, in files.
+# What ends in -cpu has optimizer states, and in stage 3 parameters too, in host memory; in -nvme, in files.  What ends
+# in -keep keeps parameters gathered from forward to backward, as DeepSpeed's defaults have it.
 ALONE = ("eager", "compiled", "library", "megazero")
 TOGETHER = (
     "floor",
@@ -53,6 +54,7 @@ TOGETHER = (
     *(f"deepspeed-{stage}" for stage in range(4)),
     *MEGATRON,
     *(f"library-{stage}" for stage in range(4)),
+    "library-3-keep",
     *(f"{system}-{stage}-cpu" for system in ("deepspeed", "library") for stage in (2, 3)),
     *(f"{system}-{stage}-nvme" for system in ("deepspeed", "library") for stage in (2, 3)),
     *(f"megazero-{stage}" for stage in range(4)),
@@ -200,10 +202,14 @@ def _loop_of(engine: Any, place: Place) -> Callable[[StepBatch], float]:
 def _library(kind: str, model: nn.Module, place: Place, work: Work) -> System:
     """Make megazero's engine for a training loop of the user's, with its defaults and torch's optimizer.
 
-    kind: the ZeRO stage, and behind it "cpu" or "nvme" for what lives in host memory or in files.
+    kind: the ZeRO stage, and behind it "cpu" or "nvme" for what lives in host memory or in files, or "keep".
     """
     stage, _, home = kind.partition("-")
-    moved = {"offload_optimizer": home, "offload_param": home if stage == "3" else "none"} if home else {}
+    moved: dict[str, Any] = {}
+    if home == "keep":
+        moved["max_reuse_distance"] = sum(parameter.numel() for parameter in model.parameters())
+    elif home:
+        moved = {"offload_optimizer": home, "offload_param": home if stage == "3" else "none"}
     if home == "nvme":
         moved["nvme_path"] = tempfile.gettempdir()
     config = {

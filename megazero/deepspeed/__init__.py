@@ -33,6 +33,8 @@ _PACKAGES = MappingProxyType(
         "comm": "megazero.deepspeed.comm",
         "moe": "megazero.deepspeed.moe.layer",
         "ops": "megazero.deepspeed.ops.adam",
+        "pipe": "megazero.deepspeed.pipe",
+        "runtime": "megazero.deepspeed.runtime.lr_schedules",
         "utils": "megazero.deepspeed.utils",
         "zero": "megazero.deepspeed.zero",
     }

@@ -15,34 +15,13 @@ from importlib import import_module
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from os import PathLike
-from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
 from megazero.deepspeed import __version__
+from megazero.deepspeed.places import PACKAGE, put_modules
 from megazero.errors import Problem, UsageError
 
 NAME = "deepspeed"
-# {module of DeepSpeed's, below deepspeed: the module that takes its place, below megazero.deepspeed}
-_PLACES = MappingProxyType(
-    {
-        **{
-            name: name
-            for name in (
-                *("accelerator", "checkpointing", "comm", "moe", "moe.layer", "moe.utils", "ops", "ops.adam"),
-                *("utils", "utils.zero_to_fp32", "zero"),
-            )
-        },
-        "checkpoint.utils": "utils",
-        "runtime.activation_checkpointing.checkpointing": "checkpointing",
-        "runtime.engine": "engine",
-        "runtime.lr_schedules": "lr_schedules",
-        "runtime.zero": "zero",
-        "runtime.zero.partition_parameters": "zero",
-        "runtime.zero.stage3": "zero",
-        "runtime.zero.stage_1_and_2": "zero",
-        "runtime.zero.tiling": "zero",
-    }
-)
 # Modules that look for DeepSpeed while they are imported.
 _LOOKING = ("accelerate", "transformers.integrations.deepspeed")
 _ANY = DistributionFinder.Context()
@@ -54,13 +33,12 @@ def install_as_deepspeed() -> None:
     Raises UsageError where DeepSpeed itself is installed or imported, and where Accelerate or transformers' integration
     of DeepSpeed has been imported already.
     """
-    own = import_module(f"megazero.{NAME}")
+    own = import_module(PACKAGE)
     if sys.modules.get(NAME) is own:
         return
     _check_is_free()
     sys.modules[NAME] = own
-    for name, place in _PLACES.items():
-        _put(name, import_module(f"megazero.{NAME}.{place}"))
+    put_modules(NAME)
     sys.meta_path.append(_Finder())
 
 
@@ -75,19 +53,6 @@ def _check_is_free() -> None:
     if early := [name for name in _LOOKING if name in sys.modules]:
         given = f"install_as_deepspeed() after {', '.join(early)} was imported"
         raise UsageError(Problem(given, "they look for DeepSpeed when they are imported", legal))
-
-
-def _put(name: str, module: ModuleType) -> None:
-    """Make `module` importable as deepspeed.NAME; a package on the way that is not there becomes an empty module."""
-    parent = sys.modules[NAME]
-    *packages, last = name.split(".")
-    path = NAME
-    for package in packages:
-        path = f"{path}.{package}"
-        setattr(parent, package, sys.modules.setdefault(path, ModuleType(path, "A package of DeepSpeed's.")))
-        parent = sys.modules[path]
-    setattr(parent, last, module)
-    sys.modules[f"{path}.{last}"] = module
 
 
 class _Installed(Distribution):

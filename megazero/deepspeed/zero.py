@@ -7,7 +7,7 @@ offloads or quantizes, and `MiCS_Init`, is not there.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, IntEnum, StrEnum
 from typing import Any
 
 from torch import nn
@@ -28,8 +28,10 @@ __all__ = [
     "DeepSpeedTensorOverride",
     "GatheredParameters",
     "Init",
+    "OffloadDeviceEnum",
     "TiledLinear",
     "ZeroParamStatus",
+    "ZeroStageEnum",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
@@ -55,6 +57,23 @@ class DeepSpeedTensorOverride(Enum):
 
     dtype = 1
     device = 2
+
+
+class ZeroStageEnum(IntEnum):
+    """DeepSpeed's words for ZeRO stages, as `runtime.zero.config` has them."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+class OffloadDeviceEnum(StrEnum):
+    """The places of model states that are not the device, as `runtime.zero.offload_config` has them."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

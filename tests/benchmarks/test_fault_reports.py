@@ -34,9 +34,13 @@ Traceback (most recent call last):
 def test_a_job_is_recorded_and_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", warm_python())
     records = tmp_path / "records.jsonl"
+    page = tmp_path / "page.md"
     for _ in range(2):
-        assert main(["--records", str(records), "--only", "ranks: killed, rank 1"]) == 0
+        assert main(["--records", str(records), "--only", "ranks: killed, rank 1", "--output", str(page)]) == 0
     (row,) = map(json.loads, records.read_text().splitlines())
     assert row["codes"] == [1, -9] and row["ended"]
     assert row["printed"][0][0].startswith("fault: rank 1 ") and "is gone" in row["printed"][0][0]
     assert max(row["seconds"]) < 20
+    text = page.read_text()
+    assert f"| killed, rank 1 | {row['seconds'][0]} {row['seconds'][1]} | - |" in text
+    assert f"Exit statuses: 1 -9.\n\n```text\n{row['printed'][0][0]}\n" in text

@@ -31,10 +31,12 @@ LAYERS = (
 )
 DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in layer}
 
-# Packages that users import from; their __init__ loads a name only when it is accessed.
+# Packages that users import from; their __init__ loads a name only when it is accessed, but that of deepspeed.runtime,
+# which makes other modules importable below it.
 PUBLIC_FACES = (
     "megazero/zero/__init__.py",
     "megazero/deepspeed/__init__.py",
+    "megazero/deepspeed/runtime/__init__.py",
     "megazero/deepspeed/utils/__init__.py",
 )
 

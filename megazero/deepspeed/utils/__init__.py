@@ -7,11 +7,14 @@ from importlib import import_module
 from typing import Any
 
 _TOOLS = frozenset({"clone_tensors_for_torch_save", "log_dist", "logger", "safe_update_full_grad_vectorized"})
+_LOADER = "RepeatingLoader"
 
 
 def __getattr__(name: str) -> Any:
     if name in _TOOLS:
         return getattr(import_module(f"{__name__}.tools"), name)
+    if name == _LOADER:
+        return import_module("megazero.deepspeed.data").RepeatingLoader
     if name in __dir__():
         return getattr(import_module("megazero.zero"), name)
     if name.startswith("__"):
@@ -21,4 +24,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     shared = (name for name in dir(import_module("megazero.zero")) if name.startswith("safe_") or "z3_leaf" in name)
-    return sorted({*_TOOLS, *shared})
+    return sorted({*_TOOLS, _LOADER, *shared})
