@@ -5,6 +5,7 @@
     locks of files          flock, or os.lockf where python has no fcntl
     reserved disk space     posix_fallocate (Linux), or a comparison with what is free
     reads past the cache    O_DIRECT (Linux), where the file system has it too
+    memory of a process     sysconf and the control group's limit; 0 where neither tells
     most memory resident    getrusage, in KiB or in bytes (macOS); 0 where python has no resource
 
 Windows is refused (`megazero.interrupts`).
@@ -19,6 +20,7 @@ from pathlib import Path
 
 # A container's share of time: "QUOTA PERIOD" in microseconds of all cores together; "max" where there is no limit.
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_MEMORY = Path("/sys/fs/cgroup/memory.max")  # a container's share of memory: bytes, or "max"
 # What addresses, offsets and sizes are multiples of past the page cache: no disk's sectors are larger.
 ALIGNMENT = 4096
 # What a call that a file system does not have ends in.
@@ -119,6 +121,16 @@ def unlock_file(file: int) -> None:
         _posix_lock(file, os.F_ULOCK)
         return
     flock(file, LOCK_UN)
+
+
+def memory_bytes() -> int:
+    """Return the memory that this process may have: the machine's, or its control group's; 0 if none is told."""
+    try:
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
+    text = _MEMORY.read_text(encoding="utf-8").strip() if _MEMORY.is_file() else "max"
+    return min(found, int(text)) if text.isdecimal() else found
 
 
 def peak_resident_bytes() -> int:

@@ -30,8 +30,10 @@ class RankParts:
 
 def configured_plan(config: ActivationConfig, device_type: str = "cpu") -> ActivationPlan:
     """Return the configured plan without a `Recomputation` to carry it out; a dry run needs no more."""
+    granularity = config.recompute_granularity
+    assert granularity != "auto", "a start decides before anything is made"
     return ActivationPlan(
-        granularity=config.recompute_granularity,
+        granularity=granularity,
         method=config.recompute_method or "uniform",
         num_layers=config.recompute_num_layers or 1,
         logits_chunk_bytes=config.logits_chunk_bytes or LOGITS_CHUNK_BYTES[device_type],

@@ -80,6 +80,9 @@ def gpu_index(local_rank: int, count: int, environment: Mapping[str, str]) -> in
     return local_rank
 
 
+SharedStore = Store  # of all ranks of a job
+
+
 def join(
     launch: Launch, *, backend: str, device: torch.device, timeout_minutes: float, join_minutes: float | None = None
 ) -> Store | None:
@@ -115,6 +118,13 @@ def join(
         raise TopologyError(Problem(given, rule, _LONGER)) from error
     _set_pg_timeout(timedelta(minutes=timeout_minutes), default_group())
     return PrefixStore("megazero", store)
+
+
+def publish(store: SharedStore, key: str, text: str | None) -> str:
+    """Return the text that one rank publishes under a key; None on the others, which wait for it."""
+    if text is not None:
+        store.set(key, text)
+    return str(store.get(key).decode())
 
 
 def _choose_backend(name: str, device: torch.device) -> str:

@@ -102,8 +102,8 @@ def main(words: Sequence[str]) -> int:
     # These import torch, so they come after all checks that don't need it.
     from megazero.planner.compare import compared
     from megazero.planner.compare import lines as side_by_side
+    from megazero.planner.decide import choose
     from megazero.planner.dry_run import DryJob
-    from megazero.planner.plan import make_plan
     from megazero.planner.predict import forecast_of
     from megazero.planner.show import lines
 
@@ -114,7 +114,7 @@ def main(words: Sequence[str]) -> int:
         for line in outline_sizes(wanted.config, job.world_size):
             console.line(line)
         console.line("")
-    plan = make_plan(job, hardware)
+    plan, reasons = choose(job, hardware)
     forecast = forecast_of(plan, draws=as_page)
     rows = () if run is None else compared(forecast.step, records, origin=str(run))
     if as_page:
@@ -127,9 +127,10 @@ def main(words: Sequence[str]) -> int:
     elif as_json:
         beside = {} if run is None else {"compared": [asdict(row) for row in rows]}
         near = {} if plan.fits else {"nearest": _nearest(own, wanted, hardware)[1]}
-        console.line(json.dumps({**plan.to_json(), "time": forecast.to_json(), **beside, **near}, indent=1))
+        told = {"auto": reasons} if reasons else {}
+        console.line(json.dumps({**plan.to_json(), **told, "time": forecast.to_json(), **beside, **near}, indent=1))
     else:
-        for line in (*forecast.lines(), "", *(side_by_side(rows) if rows else ()), "", *lines(plan)):
+        for line in (*reasons, *forecast.lines(), "", *(side_by_side(rows) if rows else ()), "", *lines(plan)):
             console.line(line)
         for line in () if plan.fits else _nearest(own, wanted, hardware)[0]:
             console.line(line)

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from megazero.command_line.help import help_of
 from megazero.command_line.parse import ResolvedRun, resolve
 from megazero.command_line.processes import leave_status
 from megazero.command_line.questions import split_questions
 from megazero.command_line.sources import with_sources
+from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_annotated_yaml
 from megazero.console import Console
 from megazero.errors import ConfigError, TopologyError, raise_problems
@@ -17,6 +19,11 @@ from megazero.rules import run as rules
 from megazero.train.start.check import check
 from megazero.train.start.inputs import RunInputs
 from megazero.train.start.outline import outline, outline_sizes
+
+if TYPE_CHECKING:
+    import torch
+
+    from megazero.train.decisions import Decide, Decision
 
 
 def main(words: Sequence[str]) -> int:
@@ -46,9 +53,20 @@ def main(words: Sequence[str]) -> int:
     # This imports torch, which takes a second, so a mistyped flag is reported before it.
     from megazero.train.program import pretrain
 
-    status = pretrain(resolved.config, job.launch, inputs)
+    status = pretrain(resolved.config, job.launch, inputs, deciding(inputs))
     leave_status(status, job.launch.rank)
     return status
+
+
+def deciding(inputs: RunInputs) -> "Decide":
+    """Return what decides the settings of a run that are "auto": its plan on this machine."""
+
+    def decide(config: RunConfig, device: "torch.device", launch: Launch) -> "Decision":
+        from megazero.planner.decide import decide_by_plan  # loads what a dry run needs, which takes seconds
+
+        return decide_by_plan(config, inputs.vocab_size, device, launch)
+
+    return decide
 
 
 def _print(lines: Iterable[str]) -> None:

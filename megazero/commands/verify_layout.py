@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from megazero.command_line.parse import ParsedRun, parse
 from megazero.command_line.processes import HELP
+from megazero.commands.pretrain import deciding
 from megazero.console import Console
 from megazero.errors import ConfigError, raise_problems
 from megazero.parallel.job import read_job
@@ -56,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     # This imports torch, so it comes after all checks that don't need it.
     from megazero.verify import program
 
-    report = program.verify_layout(parsed.config, launch, inputs, steps=own.steps)
+    report = program.verify_layout(parsed.config, launch, inputs, deciding(inputs), steps=own.steps)
     for line in report.lines():
         console.line(line)
     return 0 if report.agrees else 1

@@ -376,8 +376,10 @@ class PrecisionConfig:
 class ActivationConfig:
     """Recomputation of activations, and the place where their checkpoints are kept (ZeRO, sections 4.2 and 6)."""
 
-    recompute_granularity: Literal["none", "selective", "full"] = setting(
-        "none", help="what backward computes again; selective: the attention core; full: whole layers"
+    recompute_granularity: Literal["none", "selective", "full", "auto"] = setting(
+        "none",
+        help="what backward computes again; selective: the attention core; full: whole layers; auto: as little as"
+        " fits, by a plan of the run at its start",
     )
     recompute_method: Literal["uniform", "block"] | None = setting(
         None,
@@ -395,13 +397,13 @@ class ActivationConfig:
     partition_activations: bool | Literal["auto"] = setting(
         False,
         help="full recomputation: keep every checkpoint in slices, one on each tensor-parallel process;"
-        " auto: where that pays",
+        " auto: where the plan does not fit without",
         aliases=("distribute-saved-activations", "distribute-checkpointed-activations"),
     )
     checkpoint_in_cpu: bool | Literal["auto"] = setting(
         False,
         help="full recomputation: keep checkpoints, or this process's slices of them, in host memory;"
-        " auto: where that pays",
+        " auto: where the plan does not fit without",
     )
     contiguous_checkpointing: bool = setting(
         False,

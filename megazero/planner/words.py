@@ -2,11 +2,10 @@
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megazero.command_line.parse import ResolvedRun, resolve
+from megazero.command_line.parse import resolve
 from megazero.command_line.sources import with_sources
 from megazero.config.engine_sections import ZeroConfig
 from megazero.config.run import RunConfig
@@ -135,7 +134,9 @@ def nodes_left(values: dict[str, str], nodes: Nodes) -> list[Nodes]:
 
 
 def read_run(words: Sequence[str], nodes: Nodes) -> Wanted:
-    """Return the run that `pretrain`'s flags describe, with no file opened but a corpus whose vocabulary is needed.
+    """Return the run that `pretrain`'s flags describe, where "auto" stands for what a plan decides.
+
+    No file is opened but a corpus whose vocabulary is needed.
 
     A run without a corpus is planned on made-up tokens.  Raises ConfigError or TopologyError with all problems.
     """
@@ -149,7 +150,7 @@ def read_run(words: Sequence[str], nodes: Nodes) -> Wanted:
         TopologyError, problems_of_placement(layout, nodes, config.parallel.allow_tensor_parallel_across_nodes)
     )
     raise_problems(ConfigError, states_in_files(config.zero, lambda name: f"--{name.replace('_', '-')}"))
-    return Wanted(_decided(config), vocabulary(config), nodes, _notices(resolved))
+    return Wanted(config, vocabulary(config), nodes, resolved.notices)
 
 
 def made_up(words: Sequence[str]) -> list[str]:
@@ -174,31 +175,6 @@ def states_in_files(zero: ZeroConfig, spell: Spell) -> list[Problem]:
         for name in ("offload_optimizer", "offload_param")
         if getattr(zero, name) == "nvme"
     ]
-
-
-def _decided(config: RunConfig) -> RunConfig:
-    """Return the configuration with checkpoints whole and on the device where a start would measure and decide."""
-    section = config.activations
-    return replace(
-        config,
-        activations=replace(
-            section,
-            partition_activations=section.partition_activations is True,
-            checkpoint_in_cpu=section.checkpoint_in_cpu is True,
-        ),
-    )
-
-
-def _notices(resolved: ResolvedRun) -> tuple[str, ...]:
-    section = resolved.config.activations
-    return (
-        *resolved.notices,
-        *(
-            f"--{name.replace('_', '-')} auto: a start measures and decides; planned as false"
-            for name in ("partition_activations", "checkpoint_in_cpu")
-            if getattr(section, name) == "auto"
-        ),
-    )
 
 
 def machine(values: dict[str, str]) -> Hardware:

@@ -866,7 +866,7 @@ RUN: tuple[Row[RunConfig], ...] = (
         _SEGMENTS,
         lambda c: (
             ""
-            if c.activations.recompute_granularity == "full"
+            if c.activations.recompute_granularity in ("full", "auto")
             else "only layers that are recomputed whole form segments and keep checkpoints"
         ),
         {"recompute_granularity": "full"},

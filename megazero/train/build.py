@@ -69,6 +69,7 @@ from megazero.timers import Timers
 from megazero.train.attention_kernel import choose_for_run
 from megazero.train.components import RunComponents
 from megazero.train.context import StepContext
+from megazero.train.decisions import WORLD_SIZE_KEY
 from megazero.train.evaluate import EvaluationSet
 from megazero.train.loop import Run, Timetable
 from megazero.train.pipeline_stages import (
@@ -79,7 +80,6 @@ from megazero.train.pipeline_stages import (
     stage_plan,
 )
 from megazero.train.reporting import begin_memory_history, make_reporting, missed_profile, missing_statistics
-from megazero.train.resolve_activations import resolve_activations
 from megazero.train.samples import PROMPT_TOKENS, SampledText
 from megazero.train.saving import (
     PLACE_KEY,
@@ -475,10 +475,7 @@ def _assemble_on(
         console.line(mesh.notice)
     for prefix in inputs.masked:
         console.line(f"{prefix}: the loss is of answers only, by its mask (--answer-loss-mask off: of every token)")
-    activations, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
-    for reason in reasons:
-        console.line(reason)
-    config = replace(config, activations=activations)
+    config = replace(config, activations=activation_config(config))
     history = begin_memory_history(config, mesh)
     components = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
     if components.attention.line:
@@ -727,6 +724,7 @@ def _saver(
         "loss_scale_is_dynamic": LossScaler.from_config(config.precision).dynamic,
         "seed": config.training.seed,
         "seq_length": config.model.seq_length,
+        WORLD_SIZE_KEY: components.mesh.topology.world_size,
         **({} if placed.place is None else {PLACE_KEY: placed.place}),
     }
     saver = Saver(

@@ -19,19 +19,24 @@ from megazero.tensor_parallel.float8 import check_device
 from megazero.tensor_parallel.float32 import use_tf32
 from megazero.train.attention_kernel import check_attention
 from megazero.train.build import assemble, check_checkpoint, check_param_groups, open_journal
+from megazero.train.decisions import Decide, decide_first, decided, nothing_decides
 from megazero.train.determinism import use_deterministic_mode
 from megazero.train.loop import train
 from megazero.train.start.check import topology
 from megazero.train.start.inputs import RunInputs
 
 
-def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
-    """Build the run and train; return the exit status of the process."""
-    check_checkpoint(config, inputs, launch.world_size)
+def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs, decide: Decide = nothing_decides) -> int:
+    """Build the run and train; return the exit status of the process.
+
+    decide: decides the settings that are "auto", on rank 0.
+    """
+    found = check_checkpoint(config, inputs, launch.world_size)
     check_param_groups(config, inputs.vocab_size)
     parallel, logging = config.parallel, config.logging
     device = choose_device(parallel.device, launch)
     check_attention(config.training.attention_backend, device)
+    decision = decide_first(config, found, device, launch, decide)
     if threads := use_cpu_threads(parallel.cpu_threads, launch, device):
         Console(launch.rank).line(threads)
     keeps_ledger = logging.ledger or logging.ledger_limit is not None
@@ -55,6 +60,9 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         timeout_minutes=derived.collective_limit_minutes(config.limits),
         join_minutes=derived.join_limit_minutes(config.limits),
     )
+    config, reasons = decided(config, decision, store)
+    for reason in reasons:
+        Console(launch.rank).line(reason)
     meter = Meter()
     job = place_in_job(
         launch.rank,

@@ -17,6 +17,7 @@ from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.train.attention_kernel import check_attention
+from megazero.train.decisions import Decide, decide_first, decided
 from megazero.train.determinism import use_deterministic_mode
 from megazero.train.start.check import topology
 from megazero.train.start.inputs import RunInputs
@@ -27,11 +28,12 @@ from megazero.verify.verdict import Report
 from megazero.zero.plan import wires
 
 
-def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps: int) -> Report:
-    """Compare `steps` steps of the layout with those of one process."""
+def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, decide: Decide, *, steps: int) -> Report:
+    """Compare `steps` steps of the layout with those of one process; decide: as for a run."""
     parallel, minutes = config.parallel, derived.collective_limit_minutes(config.limits)
     device = choose_device(parallel.device, launch)
     check_attention(config.training.attention_backend, device)
+    decision = decide_first(config, None, device, launch, decide)
     use_cpu_threads(parallel.cpu_threads, launch, device)
     compiler = check_compiler(config.training.compile, device, cuts_rows=config.curriculum.curriculum_learning)
     for notice in (*use_deterministic_mode(config, device), *compiler):
@@ -44,6 +46,9 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
         timeout_minutes=minutes,
         join_minutes=joining,
     )
+    config, reasons = decided(config, decision, store)
+    for reason in reasons:
+        Console(launch.rank).line(reason)
     layout, meter = topology(in_float64(config), launch.world_size, launch.nodes), Meter()
     job = place_in_job(launch.rank, layout, limit_seconds=60 * minutes, folder=".", is_run=True)
     try:

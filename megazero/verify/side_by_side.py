@@ -29,7 +29,7 @@ from megazero.optim.schedules import LearningRate
 from megazero.parallel.param_spec import named_specs
 from megazero.parallel.topology import ENDS, REPLICAS, Topology
 from megazero.train.build import batch_layout, build_components, step_context
-from megazero.train.resolve_activations import resolve_activations
+from megazero.train.pipeline_stages import activation_config
 from megazero.train.start.inputs import RunInputs
 from megazero.train.step import StepControls, training_step
 from megazero.verify.configuration import DEFAULT_STEPS, describe_layout, in_float64, on_one_process
@@ -71,11 +71,7 @@ def verify(
     """
     config = in_float64(config)
     config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
-    padded = derived.vocab_rows(config, inputs.vocab_size)
-    resolved, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
-    for line in reasons:
-        print_line(line)
-    config = replace(config, activations=resolved)
+    config = replace(config, activations=activation_config(config))
     sides = _run_sides(config, mesh, buffers, inputs, print_line)
     try:
         return Comparison(mesh, *sides, print_line).run(

@@ -8,6 +8,22 @@ from pathlib import Path
 
 from support.warm_python import RUNS, warm_python
 
+# Layers of which a device of 500 MB has no room for all activations.
+LONG = shlex.split(
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --vocab-size 128 --micro-batch-size 8"
+    " --global-batch-size 64 --train-iters 10 --lr 1e-4 --zero-stage 2 --eval-iters 0 --precision bf16"
+)
+MACHINE = """
+device: cuda
+devices_per_node: 8
+memory_bytes: {memory}
+matrix: {{bf16: {{peak: 100e12, rates: 50e12}}}}
+kernels: {{memory: 1e12}}
+links:
+  inside: {{latency_seconds: 3e-6, rates: 100e9}}
+  across: {{latency_seconds: 7e-6, rates: 10e9}}
+  host: {{latency_seconds: 1e-5, rates: 20e9}}
+"""
 ROOT = Path(__file__).resolve().parents[2]
 RUN = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 --micro-batch-size 1"
@@ -29,6 +45,14 @@ def test_a_plan_is_printed_and_leaves_nothing_behind(tmp_path: Path) -> None:
     value, low, high = found["time"]["step_seconds"]
     assert 0 < low < value < high and found["time"]["tokens"] == 8 * 32
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_left_open_is_decided(tmp_path: Path) -> None:
+    auto = ("--recompute-granularity", "auto", "--checkpoint-in-cpu", "auto")
+    for memory, expected in ((10**10, "none"), (5 * 10**8, "full")):
+        (tmp_path / "machine.yaml").write_text(MACHINE.format(memory=memory))
+        done = plan("--hardware", "machine.yaml", "--world-size", "8", "--format", "json", *LONG, *auto, cwd=tmp_path)
+        assert f"recompute_granularity {expected}" in json.loads(done.stdout)["auto"][-1], done.stderr
 
 
 def test_a_page_is_a_new_file(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Each rule about recomputation is broken by its own row of the table, and the values it names as legal satisfy it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ FULL = {"recompute_granularity": "full"}
         {**FULL, "partition_activations": "auto", "checkpoint_in_cpu": True},
         {**FULL, "contiguous_checkpointing": True, "number_checkpoints": 1},
         {**FULL, "synchronize_each_layer": True, "profile_backward": True},
+        {"recompute_granularity": "auto", "partition_activations": "auto", "zero_stage": 1, "offload_optimizer": "cpu"},
         {"partition_activations": False, "checkpoint_in_cpu": False, "logits_chunk_bytes": 1},
     ],
 )
@@ -32,3 +34,10 @@ def test_recomputed_layers_are_layers_of_the_model() -> None:
     assert found.legal == "--recompute-num-layers 2, --num-layers 5"
     assert check(make_run(recompute_num_layers=2, **FULL), 1) == ()
     assert check(make_run(recompute_num_layers=5, num_layers=5, **FULL), 1) == ()
+
+
+def test_what_decides_is_planned(tmp_path: Path) -> None:
+    files = {"zero_stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)}
+    (found,) = check(make_run(recompute_granularity="auto", **files), 1)
+    assert found.given == "--recompute-granularity auto with --offload-optimizer nvme"
+    assert check(make_run(**FULL, **files), 1) == ()

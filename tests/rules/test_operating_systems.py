@@ -18,6 +18,7 @@ PATHS = {
     "/proc": {"megazero/owner.py"},
     "/proc/cpuinfo": {"megazero/tensor_parallel/onednn.py"},
     "/sys/fs/cgroup/cpu.max": {PLACE},
+    "/sys/fs/cgroup/memory.max": {PLACE},
     "/dev/shm": {"megazero/cluster/preflight.py"},
 }
 # Bash 3.2 has none of these; an empty array is an unset variable there.

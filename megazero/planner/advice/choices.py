@@ -111,7 +111,7 @@ def read(words: Sequence[str], world_size: int) -> Run:
     others = {word.flag_name for word in given if word.flag_name in chosen}
     others -= {name for name in others if chosen[name] in (*Choice._fields, *_FURTHER)}
     left_out = tuple(f"--{name}" for name in sorted(others))
-    return Run(tuple(found), left_out, base.config, _choice_of(whole.config), samples)
+    return Run(tuple(found), left_out, base.config, _choice_of(_plain(whole.config)), samples)
 
 
 def _is_chosen(name: str) -> bool:
@@ -144,9 +144,18 @@ def flags(run: Run, choice: Choice) -> tuple[str, ...]:
 def legal(run: Run, choice: Choice, nodes: Nodes) -> Wanted | None:
     """Return the run with this layout on these nodes as a start reads it; None where it would be refused."""
     try:
-        return read_run(flags(run, choice), nodes)
+        wanted = read_run(flags(run, choice), nodes)
     except UserError:
         return None
+    return wanted._replace(config=_plain(wanted.config))
+
+
+def _plain(config: RunConfig) -> RunConfig:
+    """Return the configuration without what "auto" would add: what an advisor chooses itself, and slices."""
+    off: dict[str, Any] = {"recompute_granularity": "none", "partition_activations": False, "checkpoint_in_cpu": False}
+    section = config.activations
+    chosen = {name: value for name, value in off.items() if getattr(section, name) == "auto"}
+    return replace(config, activations=replace(section, **chosen))
 
 
 def choices(run: Run, nodes: Nodes) -> Iterator[Choice]:
