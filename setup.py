@@ -22,7 +22,8 @@ CORPORA = ["datasketch>=1.6", "ftfy>=6.1", "py3langid>=0.3", "pyarrow>=15"]
 # What tests compare megazero with; without one of these its tests are skipped.  Where Megatron's
 # core has no wheels, a compiler would have to build it.
 MEGATRON = "megatron-core>=0.16; platform_system == 'Linux' and python_version < '3.14'"
-COMPARED = [MEGATRON, "tiktoken>=0.7", "transformers>=4.41"]
+BITSANDBYTES = "bitsandbytes>=0.50"  # kernels of moments in 8 bits
+COMPARED = [MEGATRON, f"{BITSANDBYTES}; platform_system == 'Linux'", "tiktoken>=0.7", "transformers>=4.41"]
 
 setup(
     name="megazero",
@@ -66,6 +67,7 @@ setup(
         "zstandard>=0.22",
     ],
     extras_require={
+        "bitsandbytes": [BITSANDBYTES],  # for megazero/optim/eight_bit.py
         "corpora": CORPORA,
         "lm-eval": ["lm-eval>=0.4.13,<0.5"],  # for megazero/evaluate/harness.py
         "mlflow": ["mlflow-skinny>=3.0", "sqlalchemy>=2.0", "alembic>=1.13"],  # the others for its database

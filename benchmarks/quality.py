@@ -43,6 +43,7 @@ VARIANTS: Mapping[str, str] = MappingProxyType(
         "gradients 4, fed back": "--zero-quantized-gradients --zero-error-feedback",
         "both": "--zero-quantized-weights --zero-quantized-gradients",
         "both, fed back": "--zero-quantized-weights --zero-quantized-gradients --zero-error-feedback",
+        "moments 8": "--optimizer adamw8bit",
     }
 )
 _SHAPE = (

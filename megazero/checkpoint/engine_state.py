@@ -14,6 +14,7 @@ from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.restore import check_fits, restore
 from megazero.comm.interface import Communicator
+from megazero.config.optimizers import in_numbers
 from megazero.errors import CheckpointError, Problem
 from megazero.optim.inner import NOT_UPDATED, Elementwise
 from megazero.parallel.param_spec import StateFragment
@@ -60,10 +61,11 @@ def numbers_entry(numbers: OptimizerNumbers) -> dict[str, Any]:
 def check_optimizer(checkpoint: Checkpoint, kind: str, *, given: str, otherwise: str) -> None:
     """Raise CheckpointError unless the checkpoint's optimizer is of this class ("AdamW") and its numbers are valid.
 
+    Moments that are stored in 8 bits are numbers in a checkpoint, so "AdamW8bit" counts as "AdamW".
     given: the optimizer, as the user has named it.  otherwise: the way to leave its state out.
     """
     saved, numbers = checkpoint.progress.get(OPTIMIZER, "AdamW"), checkpoint.progress.get(_NUMBERS, {})
-    if saved != kind:
+    if in_numbers(str(saved)) != in_numbers(kind):
         rule = "a resumed run goes on with the optimizer it began with, whose state the checkpoint has"
         legal = f"{saved}, or {otherwise} to start the optimizer anew"
         raise CheckpointError(Problem(f"{given}; {checkpoint.folder} was saved with {saved}", rule, legal))

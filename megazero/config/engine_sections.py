@@ -472,11 +472,15 @@ class OptimizerConfig:
         "lamb",
         "adafactor",
         "lion",
+        "adamw8bit",
+        "adam8bit",
+        "lion8bit",
     ] = setting(
         "adam",
         help="update rule, torch's of this name; adam is AdamW, whose weight decay is decoupled; lamb:"
         " Adam's direction, in a step as long as a parameter is large; adafactor: with averages of rows and columns in"
-        " place of moments; lion: steps along signs",
+        " place of moments; lion: steps along signs; adamw8bit, adam8bit, lion8bit: with moments in 8 bits, by"
+        " bitsandbytes (an extra of this name)",
     )
     optimizer_params: tuple[str, ...] = setting(
         (),
@@ -515,7 +519,7 @@ class OptimizerConfig:
         0.01, help="weight decay, times the learning rate each step; of the optimizers that have one", ge=0
     )
     adam_beta1: float = setting(
-        0.9, help="decay of the first moment, of adam, adamax, nadam, radam and lamb; so are the next two", ge=0, lt=1
+        0.9, help="decay of the first moment, of adam and its kin; so are the next two", ge=0, lt=1
     )
     adam_beta2: float = setting(0.999, help="decay of the second moment", ge=0, lt=1)
     adam_eps: float = setting(1e-8, help="added to the root of the second moment", gt=0)

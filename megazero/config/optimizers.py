@@ -2,7 +2,8 @@
 
 An optimizer is a class of torch.optim, or one of `megazero/optim` that torch has not got, which updates every element
 independently of the others, so that it may run on flat slices of parameters; its parameters have torch's names and
-defaults.  LAMB and Adafactor alone need figures of whole parameters beside, which are summed over the ranks.
+defaults.  LAMB and Adafactor alone need figures of whole parameters beside, which are summed over the ranks.  Those
+with moments in 8 bits run on slices of whole blocks.
 
 The library's configuration uses torch's names; a run uses Megatron-LM's, where `adam` is AdamW.  Some settings of a run
 (--adam-beta1, --lion-beta1, --sgd-momentum, --weight-decay) are parameters under their own flags; all others are given
@@ -16,6 +17,7 @@ from types import MappingProxyType
 from megazero.config.fields import FieldInfo, by_name, parameter
 
 _BETAS = parameter("betas", "pair", (0.9, 0.999), ge=0, lt=1)
+_LION_BETAS = parameter("betas", "pair", (0.9, 0.99), ge=0, lt=1)
 _EPS = parameter("eps", "float", 1e-8, gt=0)
 _NO_DECAY = parameter("weight_decay", "float", 0.0, ge=0)
 _MAXIMIZE = parameter("maximize", "bool", False)
@@ -23,17 +25,24 @@ _DECOUPLED = parameter("decoupled_weight_decay", "bool", False)
 _AMSGRAD = parameter("amsgrad", "bool", False)
 _MOMENTUM = parameter("momentum", "float", 0.0, ge=0)
 
+# The elements of a block of moments in 8 bits, which share one maximum.
+EIGHT_BIT_BLOCK = 256
+
 
 @dataclass(frozen=True)
 class Optimizer:
     """An optimizer's default learning rate, torch's for a class of torch.optim, and descriptions of its arguments.
 
     measures: whether its step of a parameter needs figures of all of it.
+    package: the one whose kernels have its moments in 8 bits, an extra of this project's; "": they are numbers.
+    in_numbers: the optimizer with the same update whose moments are numbers; "": itself.
     """
 
     lr: float
     params: Mapping[str, FieldInfo]
     measures: bool = False
+    package: str = ""
+    in_numbers: str = ""
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
@@ -127,9 +136,24 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             ),
             measures=True,
         ),
-        "Lion": Optimizer(1e-4, by_name(parameter("betas", "pair", (0.9, 0.99), ge=0, lt=1), _NO_DECAY, _MAXIMIZE)),
+        "Lion": Optimizer(1e-4, by_name(_LION_BETAS, _NO_DECAY, _MAXIMIZE)),
+        "AdamW8bit": Optimizer(
+            1e-3,
+            by_name(_BETAS, _EPS, parameter("weight_decay", "float", 0.01, ge=0)),
+            package="bitsandbytes",
+            in_numbers="AdamW",
+        ),
+        # The package's Adam too has decoupled weight decay.
+        "Adam8bit": Optimizer(1e-3, by_name(_BETAS, _EPS, _NO_DECAY), package="bitsandbytes", in_numbers="AdamW"),
+        "Lion8bit": Optimizer(1e-4, by_name(_LION_BETAS, _NO_DECAY), package="bitsandbytes", in_numbers="Lion"),
     }
 )
+
+
+def in_numbers(kind: str) -> str:
+    """Return the optimizer with the same update whose moments are numbers; other names as they are."""
+    return (OPTIMIZERS[kind].in_numbers if kind in OPTIMIZERS else "") or kind
+
 
 LR = parameter("lr", "float", None, ge=0)
 
@@ -137,9 +161,6 @@ LR = parameter("lr", "float", None, ge=0)
 IMPLEMENTATION = ("foreach", "fused", "capturable", "torch_adam", "set_grad_none")
 
 _COMPRESSED = "it compresses what the processes exchange, and here gradients are exchanged in full"
-_EIGHT_BITS = (
-    "its states are integers with a scale for each block, and partitions, which change with the layout, cut blocks"
-)
 _WHOLE = "its update of one element depends on others, and an optimizer here sees flat slices of parameters"
 _MUP = "it scales learning rates by shapes that only the mup package knows"
 
@@ -149,8 +170,6 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
         "OneBitAdam": _COMPRESSED,
         "ZeroOneAdam": _COMPRESSED,
         "Muon": _WHOLE,
-        "Adam8bit": _EIGHT_BITS,
-        "AdamW8bit": _EIGHT_BITS,
         "LBFGS": "it evaluates the model several times a step",
         "SparseAdam": "gradients are dense",
         "MuAdam": _MUP,
@@ -175,7 +194,7 @@ def run_settings(kind: str) -> Mapping[str, tuple[str, ...]]:
     """
     params = OPTIMIZERS[kind].params
     adams = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",)} if "betas" in params else {}
-    if kind == "Lion":
+    if kind in ("Lion", "Lion8bit"):
         adams = {"betas": ("lion_beta1", "lion_beta2")}
     momentum = {"momentum": ("sgd_momentum",)} if kind == "SGD" else {}
     decay = {"weight_decay": ("weight_decay",)} if "weight_decay" in params else {}

@@ -54,7 +54,7 @@ from megazero.dialects.deepspeed.reading import ParsedFile, read, read_file
 from megazero.dialects.deepspeed.sections import EngineParts, engine_parts
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.rules import moot
-from megazero.rules.states import STATE_RULES, late_updates_need_no_norms
+from megazero.rules.states import STATE_RULES, optimizer_fits
 
 __all__ = [
     "BatchSizes",
@@ -387,7 +387,7 @@ def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
         yield replace(problem, given=f"{location}: {problem.given}")
     if parts.optimizer is not None:
         kind = parts.optimizer.type
-        for problem in late_updates_need_no_norms(kind, f"optimizer.type {kind}", parts.zero, spell):
+        for problem in optimizer_fits(kind, f"optimizer.type {kind}", parts.zero, parts.precision, spell):
             yield replace(problem, given=f"{location}: {problem.given}")
     yield from _undecidable(parts.activations, location)
     yield from _decoupled_problems(parts.optimizer, parts.scheduler, location)

@@ -12,6 +12,7 @@ from megazero.config.choices import OptimizerChoice, defaults_of
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.param_groups import ParamGroup
 from megazero.optim.adafactor import Adafactor
+from megazero.optim.eight_bit import KERNELS, EightBit
 from megazero.optim.grouping import DECAYED, UNDECAYED, Grouping
 from megazero.optim.inner import AdamWSettings, Elementwise, FusedAdamW, InnerOptimizer
 from megazero.optim.lamb import Lamb
@@ -21,7 +22,7 @@ from megazero.parallel.param_spec import named_specs
 
 _OWN: Mapping[str, type[Optimizer]] = MappingProxyType({"Lion": Lion})  # those that torch has not got
 _MEASURING: Mapping[str, type[Lamb | Adafactor]] = MappingProxyType({"Lamb": Lamb, "Adafactor": Adafactor})
-Configured = FusedAdamW | Lamb | Adafactor | Elementwise
+Configured = FusedAdamW | Lamb | Adafactor | EightBit | Elementwise
 _KERNEL_PARAMS = {"betas", "eps", "weight_decay"}
 
 
@@ -32,7 +33,7 @@ def make_optimizer(
     *,
     compile: Callable[[Callable[..., None]], Callable[..., None]] | None = None,
 ) -> Configured:
-    """Make AdamW with the fused kernel, LAMB, Adafactor, or a torch optimizer, with the choice's param groups.
+    """Make AdamW with the fused kernel, LAMB, Adafactor, one of 8 bits or a torch optimizer, with the param groups.
 
     decoupled: names of parameters with weight decay that have a param group, and a learning rate, of their own.
     compile: what compiles AdamW for GPUs.
@@ -42,6 +43,8 @@ def make_optimizer(
     params = defaults_of(table) | dict(choice.params)
     if choice.type in _MEASURING:
         return _MEASURING[choice.type](params, grouping)
+    if choice.type in KERNELS:
+        return EightBit(choice.type, params, grouping)
     if choice.type == "AdamW" and not {name for name in params.keys() - _KERNEL_PARAMS if params[name]}:
         # Not by a torch optimizer: to make one would import torch._dynamo, which takes a second.
         beta1, beta2 = params["betas"]

@@ -5,7 +5,8 @@ argument of the kernel: on overflow weights, moments and step count stay untouch
 run that compiles, a GPU updates by a kernel that reads gradients as they are: 26 bytes an element of a bf16 gradient in
 place of 34.
 `Elementwise` runs any torch optimizer that works element by element, which owns its state.
-`lamb.py` and `adafactor.py` have those whose step of a parameter needs figures of all of it, which ranks add up before.
+`lamb.py` and `adafactor.py` have those whose step of a parameter needs figures of all of it, which ranks add up before;
+`eight_bit.py` those with moments in 8 bits.
 
 All others take gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size
 buffer before its update; unscaling and clipping are one factor there, and on a GPU the cast is a part of the
@@ -15,6 +16,7 @@ multiplication.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from megazero.errors import Problem, UsageError
 from megazero.memory.lease import Scratch
+from megazero.optim.block_moments import BlockMoment
 from megazero.optim.factors import Factors
 from megazero.optim.grouping import Grouping
 from megazero.optim.torch_optimizer import FlatRun, TorchOptimizer
@@ -37,6 +40,7 @@ class Run(NamedTuple):
     """A contiguous run of elements treated alike: one-dimensional views of the same length, and its optimizer group.
 
     parameter, start: of what a measuring optimizer gets, the only parameter in it, and its first element there.
+    blocks: the moments that are stored in 8 bits.
     """
 
     master: Tensor
@@ -45,13 +49,15 @@ class Run(NamedTuple):
     group: int
     parameter: str = ""
     start: int = 0
+    blocks: Mapping[str, BlockMoment] = MappingProxyType({})
 
     def part(self, start: int, stop: int) -> "Run":
         """Return the elements [start, stop) of the run."""
         within = slice(start, stop)
         moments = {name: moment[within] for name, moment in self.moments.items()}
+        blocks = {name: moment[within] for name, moment in self.blocks.items()}
         first = self.start + start
-        return Run(self.master[within], self.gradient[within], moments, self.group, self.parameter, first)
+        return Run(self.master[within], self.gradient[within], moments, self.group, self.parameter, first, blocks)
 
 
 class StepInputs(NamedTuple):
@@ -90,6 +96,10 @@ class InnerOptimizer(Protocol):
     @property
     def moments(self) -> tuple[str, ...]:
         """The names of the flat tensors that the engine's shards have for it, each of the master weights' shape."""
+
+    @property
+    def code_values(self) -> Mapping[str, Tensor]:
+        """The 256 values of each of these that is stored as `BlockMoment`; the others are numbers."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -207,6 +217,7 @@ class OfEngine:
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     kinds: tuple[str, ...] = moments
+    code_values: Mapping[str, Tensor] = MappingProxyType({})
     keeps_state = False
 
     def __init__(self, common: Mapping[str, Any], weight_decay: float, grouping: Grouping) -> None:
@@ -345,6 +356,7 @@ class Elementwise:
     """
 
     moments: tuple[str, ...] = ()
+    code_values: Mapping[str, Tensor] = MappingProxyType({})
     keeps_state = True
     skips_on_host = True
 

@@ -33,7 +33,7 @@ _MISSING = object()
 _RULE = "ZeRO updates flat pieces of parameters, so the optimizer has to treat every element by itself"
 _LEGAL = (
     "torch's SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta, Rprop, ASGD or Adafactor, or an"
-    " elementwise one of yours"
+    " elementwise one of yours; for moments in 8 bits, optimizer.type AdamW8bit in the configuration"
 )
 
 # The trial.  Its learning rate is not the template's, which a warm-up may have set to zero: no weight would change.

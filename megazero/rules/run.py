@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megazero.config import derived
 from megazero.config.nearest import flags, near_divisors, neighbours
-from megazero.config.optimizers import RUN_NAMES
+from megazero.config.optimizers import OPTIMIZERS, RUN_NAMES
 from megazero.config.run import RunConfig
 from megazero.config.step_sizes import RAMPUP, SCHEDULE, read_rampup, read_schedule
 from megazero.config.validate import Unknown
@@ -24,7 +24,7 @@ from megazero.rules import pipeline as pipeline_rules
 from megazero.rules.adapters import ADAPTER_RULES
 from megazero.rules.curriculum import CURRICULUM_RULES
 from megazero.rules.optimizer import choose_for_run, sweep_for_run
-from megazero.rules.states import STATE_RULES, StateRule, late_updates_need_no_norms, shard_groups_are_equal
+from megazero.rules.states import STATE_RULES, StateRule, optimizer_fits, shard_groups_are_equal
 from megazero.units import counted
 
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -59,6 +59,12 @@ def _optimizer_advice(config: RunConfig) -> list[str]:
     diagnostics = Diagnostics()
     choose_for_run(config.optimizer, diagnostics)
     sweep_for_run(config.optimizer, diagnostics)
+    name, slices = config.optimizer.optimizer, config.parallel.tensor_model_parallel_size
+    if OPTIMIZERS[RUN_NAMES[name]].package and slices > 1:
+        diagnostics.notices.append(
+            f"--optimizer {name} with --tensor-model-parallel-size {slices}: slices of matrices have other blocks than"
+            " the whole, so that moments are rounded otherwise than with another size"
+        )
     return diagnostics.notices
 
 
@@ -599,10 +605,14 @@ def _with_flags(rule: StateRule) -> Rule:
     return of_the_run
 
 
-def late_updates_are_elementwise(config: RunConfig, world_size: int) -> Iterable[Problem]:
+def optimizer_fits_its_states(config: RunConfig, world_size: int) -> Iterable[Problem]:
     name = config.optimizer.optimizer
-    return late_updates_need_no_norms(
-        RUN_NAMES[name], f"--optimizer {name}", config.zero, lambda setting: "--" + setting.replace("_", "-")
+    return optimizer_fits(
+        RUN_NAMES[name],
+        f"--optimizer {name}",
+        config.zero,
+        config.precision,
+        lambda setting: "--" + setting.replace("_", "-"),
     )
 
 
@@ -667,7 +677,7 @@ RULES: tuple[Rule, ...] = (
     weight_decay_has_both_ends,
     schedule_has_one_source,
     *map(_with_flags, STATE_RULES),
-    late_updates_are_elementwise,
+    optimizer_fits_its_states,
     shard_groups_divide_replicas,
     *pipeline_rules.RULES,
     *activation_rules.RULES,

@@ -6,12 +6,13 @@ line, "fp16.loss_scale" in a DeepSpeed configuration.
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from megazero.config import derived
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.config.nearest import near_divisors
-from megazero.config.optimizers import OPTIMIZERS
+from megazero.config.optimizers import OPTIMIZERS, in_numbers
 from megazero.errors import Problem
 from megazero.operating_system import ALIGNMENT
 from megazero.units import counted
@@ -164,6 +165,36 @@ def late_updates_need_no_norms(optimizer: str, named: str, zero: ZeroConfig, spe
         given = f"{spell('delayed_parameter_update')} with {named}"
         rule = f"{optimizer} needs figures of whole parameters, which all processes sum up before any is updated"
         yield Problem(given, rule, f"leave out {spell('delayed_parameter_update')}, or another optimizer")
+
+
+def moments_in_8_bits_have_kernels(
+    optimizer: str, named: str, zero: ZeroConfig, precision: PrecisionConfig, spell: Spell
+) -> Iterator[Problem]:
+    """Yield the problems of an optimizer with moments in 8 bits; nothing is imported.
+
+    optimizer: by its name in the table.  named: as the user says it.
+    """
+    package = OPTIMIZERS[optimizer].package
+    if not package:
+        return
+    if find_spec(package) is None:
+        rule = f"moments in 8 bits are updated by kernels of the package {package}, which is not installed"
+        yield Problem(named, rule, f"pip install 'megazero[{package}]', or {in_numbers(optimizer)}")
+    if precision.precision == "fp64":
+        rule = "the kernels of moments in 8 bits compute in fp32"
+        yield Problem(f"{named} with {spell('precision')} fp64", rule, f"{spell('precision')} fp32, bf16 or fp16")
+    if zero.offload_optimizer == "nvme":
+        rule = "files have blocks of one number format, and moments in 8 bits have a maximum for each block beside"
+        given = f"{named} with {spell('offload_optimizer')} nvme"
+        yield Problem(given, rule, f"{spell('offload_optimizer')} cpu, or {in_numbers(optimizer)}")
+
+
+def optimizer_fits(
+    optimizer: str, named: str, zero: ZeroConfig, precision: PrecisionConfig, spell: Spell
+) -> Iterator[Problem]:
+    """Yield the problems of an optimizer with the places and formats of its states."""
+    yield from late_updates_need_no_norms(optimizer, named, zero, spell)
+    yield from moments_in_8_bits_have_kernels(optimizer, named, zero, precision, spell)
 
 
 STATE_RULES: tuple[StateRule, ...] = (

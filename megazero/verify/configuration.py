@@ -7,11 +7,12 @@ removed from the words before they are read.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megazero.config import derived
-from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.engine_sections import ActivationConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
 from megazero.config.fields import FieldInfo
+from megazero.config.optimizers import RUN_NAMES, in_numbers
 from megazero.config.run import FIELDS, CheckpointConfig, ParallelConfig, RunConfig
 from megazero.errors import Problem
 
@@ -64,13 +65,21 @@ def exact(config: ZeroConfig) -> ZeroConfig:
 
 
 def in_float64(config: RunConfig) -> RunConfig:
-    """Return the same layout in float64, exact, without dropout, checkpoints and evaluation."""
+    """Return the same layout in float64, exact, without dropout, checkpoints and evaluation, moments in numbers."""
     return replace(
         without_checkpoints(config),
         model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0),
         precision=PrecisionConfig(precision="fp64"),
         zero=exact(config.zero),
+        optimizer=_in_numbers(config.optimizer),
     )
+
+
+def _in_numbers(config: OptimizerConfig) -> OptimizerConfig:
+    """Return the same optimizer with moments that are numbers."""
+    kind = in_numbers(RUN_NAMES[config.optimizer])
+    name: Any = next(name for name, entry in RUN_NAMES.items() if entry == kind)
+    return replace(config, optimizer=name)
 
 
 def on_one_process(config: RunConfig, world_size: int) -> RunConfig:

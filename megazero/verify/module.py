@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import PrecisionConfig
+from megazero.config.optimizers import in_numbers
 from megazero.errors import Problem, TrainingError, UsageError
 from megazero.library.config import EngineConfig, load_engine_config
 from megazero.library.engine import DataParallelEngine
@@ -246,11 +247,12 @@ def _least_weight(optimizer: Optimizer, norms: list[float], settings: EngineConf
 
 
 def _in_float64(config: EngineConfig) -> EngineConfig:
-    """Return the same layout, exact, with all numbers in float64."""
+    """Return the same layout, exact, with all numbers in float64, those of moments too."""
     return replace(
         config,
         precision=PrecisionConfig(precision="fp64"),
         zero=exact(config.zero),
+        optimizer=config.optimizer and replace(config.optimizer, type=in_numbers(config.optimizer.type)),
         autocast=None,
         buffer_dtype=None,
         keep_in_fp32=(),

@@ -18,6 +18,7 @@ from megazero.comm.interface import FILE, HOST, Communicator
 from megazero.comm.mesh import Mesh
 from megazero.comm.wires.quantized import EncodedGather
 from megazero.config.engine_sections import UNLIMITED, ZeroConfig
+from megazero.config.optimizers import EIGHT_BIT_BLOCK
 from megazero.errors import Problem, UsageError, raise_problems
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.block_file import AlignedMemory, BlockIO
@@ -123,7 +124,8 @@ def plan_layout(
         for spec, parameter in named_specs(model)
     ]
     block = 1 if plan.frozen is None else plan.frozen.block
-    rules = LayoutRules(partitions, _bucket_numel(zero, partitions), frozen_block=block)
+    trained = EIGHT_BIT_BLOCK if settings.optimizer.code_values else 1
+    rules = LayoutRules(partitions, _bucket_numel(zero, partitions), frozen_block=block, trained_block=trained)
     return build_layout(units, slots, rules)
 
 
@@ -193,6 +195,7 @@ class Engine:
             self._parameters,
             first_value=settings.first_value,
             moments=settings.optimizer.moments,
+            code_values=settings.optimizer.code_values,
             kinds_in_files=self._kinds_in_files,
             ledger=settings.ledger,
             gradients_in_arena=zero.contiguous_gradients,
@@ -570,7 +573,7 @@ class Engine:
         inner, averages, passes = self.settings.optimizer, 0, 0
         if isinstance(inner, MeasuringOptimizer):
             averages, passes = sum(tensor.numel() for tensor in inner.own_memory), inner.num_passes
-        return OptimizerShape(len(inner.kinds), averages, passes)
+        return OptimizerShape(len(inner.kinds), averages, passes, in_8_bits=bool(inner.code_values))
 
     def measure_files(self, nbytes: int) -> float | None:
         """Return the bytes a second that this rank writes to files of states and reads, from a file of this size.

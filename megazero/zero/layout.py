@@ -39,25 +39,30 @@ _PARTITION_NUMEL = 1 << 19
 class LayoutRules:
     """The rules of a layout.  partitions: ranks of the partition axis; bucket_numel, alignment: in elements.
 
-    frozen_block: the elements of a block of those that are stored in blocks: partitioned frozen parameters begin at the
-    first of one, and their partitions are whole blocks.
+    frozen_block, trained_block: the elements of a block of what is stored in blocks, partitioned frozen parameters and
+    the moments of trained ones.  Such parameters begin at the first of one, and partitions are whole blocks.
     """
 
     partitions: int
     bucket_numel: int
     alignment: int = 16
     frozen_block: int = 1
+    trained_block: int = 1
 
     @property
     def quantum(self) -> int:
         """The elements of which every bucket is a multiple, so that every partition is aligned."""
         return self.partitions * self.alignment
 
-    def for_section(self, *, trainable: bool, partitioned: bool) -> "LayoutRules":
-        """Return the rules of a section: with blocks only where its parameters are stored in them."""
-        if trainable or not partitioned or self.frozen_block == 1:
-            return replace(self, frozen_block=1)
-        return replace(self, alignment=math.lcm(self.alignment, self.frozen_block))
+    def block_of(self, *, trainable: bool, partitioned: bool) -> int:
+        """Return the elements of a section's blocks; 1 where nothing is stored in them."""
+        if trainable:
+            return self.trained_block
+        return self.frozen_block if partitioned else 1
+
+    def with_blocks(self, block: int) -> "LayoutRules":
+        """Return the rules of a section with such blocks."""
+        return replace(self, alignment=math.lcm(self.alignment, block))
 
 
 class Range(NamedTuple):
@@ -132,6 +137,13 @@ class Bucket:
     @cached_property
     def range(self) -> Range:
         return Range(self.start, self.stop)
+
+    @cached_property
+    def padding(self) -> tuple[Range, ...]:
+        """The ranges in which no parameter lies, in order."""
+        starts = [self.start, *(fragment.within.stop for fragment in self.fragments.values())]
+        stops = [*(fragment.within.start for fragment in self.fragments.values()), self.stop]
+        return tuple(Range(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
 
     def fragments_in(self, within: Range) -> Iterator[Fragment]:
         """Return the overlaps of parameters with a part of the bucket, in order."""
@@ -230,8 +242,9 @@ def build_layout(units: Sequence[Unit], parameters: Iterable[Slot], rules: Layou
             keyed.setdefault((slot.dtype, slot.spec.trainable, slot.partitioned), []).append(slot)
         for key, members in keyed.items():
             _, trainable, partitioned = key
-            of_section = rules.for_section(trainable=trainable, partitioned=partitioned)
-            slots = _in_order(members, of_section.frozen_block)
+            block = rules.block_of(trainable=trainable, partitioned=partitioned)
+            of_section = rules.with_blocks(block)
+            slots = _in_order(members, block)
             numel = -(-slots[-1].stop // of_section.quantum) * of_section.quantum
             buckets = tuple(_buckets(len(sections), first_bucket, slots, numel, of_section))
             first_bucket += len(buckets)

@@ -35,6 +35,7 @@ from megazero.comm.wires.codec import BlockCodec
 from megazero.comm.wires.shard_group import Wires
 from megazero.config.derived import secondary_size
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.config.optimizers import EIGHT_BIT_BLOCK
 
 
 class Placement(Enum):
@@ -248,11 +249,17 @@ class OptimizerShape(NamedTuple):
     num_moments: the values that it keeps for every element beside the master weights.
     num_averages: those that it keeps of rows and columns, of all parameters that a rank has elements of.
     num_passes: its passes over what a rank owns before that of the update, in which moments may change.
+    in_8_bits: whether its moments are stored as codes of one byte, with a float32 for each block of them.
     """
 
     num_moments: int = 2
     num_averages: int = 0
     num_passes: int = 0
+    in_8_bits: bool = False
+
+    def moment_bytes(self, numel: int, itemsize: int) -> int:
+        """Return the bytes of all moments of so many elements; itemsize: that of the master weights."""
+        return self.num_moments * (numel + numel // EIGHT_BIT_BLOCK * 4 if self.in_8_bits else numel * itemsize)
 
 
 ADAM = OptimizerShape()
@@ -287,7 +294,7 @@ def model_state_bytes(
         parameters=parameters.get(home, 0) * plan.parameter.itemsize,
         gradients=(numel if resident else reduced) * plan.gradient.itemsize,
         master=owned * plan.optimizer.itemsize if plan.separates_master(home) else 0,
-        moments=optimizer.num_moments * owned * plan.optimizer.itemsize + averages * plan.averages_dtype.itemsize,
+        moments=optimizer.moment_bytes(owned, plan.optimizer.itemsize) + averages * plan.averages_dtype.itemsize,
     )
 
 

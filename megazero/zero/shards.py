@@ -14,9 +14,11 @@ are read and written there, and meet those of the device in copies only.  States
 (`memory/file_states.py`) are in host memory a sub-group at a time.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ from megazero.memory.copies import ARRIVED, Arrival
 from megazero.memory.file_states import FileSlice, FileState, FileStates
 from megazero.memory.homes import DeviceHome, StateHome
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
+from megazero.optim.block_moments import BlockElements, BlockMoment
 from megazero.optim.factors import Factors
 from megazero.optim.inner import NOT_UPDATED
 from megazero.parallel.param_spec import ParamSpec, StateFragment
@@ -41,6 +44,7 @@ from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroP
 _VECTOR_NUMEL = 64
 
 FirstValue = Callable[[ParamSpec, nn.Parameter], Tensor]
+StateSource = Tensor | FileSlice | EncodedSlice | BlockElements
 
 
 def value_of_parameter(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
@@ -61,12 +65,19 @@ class _Owned:
 
     home: the memory in which the states are updated.
     gradient: reduced gradients, without elements where they stay in resident memory.
+    moments, blocks: the optimizer's, those that are numbers and those that are stored in 8 bits.
     """
 
     home: StateHome
     gradient: Tensor | FileState
     master: Tensor | FileState | None
     moments: Mapping[str, Tensor | FileState]
+    blocks: Mapping[str, BlockMoment]
+
+    @property
+    def stored_moments(self) -> tuple[Tensor | FileState, ...]:
+        """What holds the moments: of one in 8 bits its codes and its maxima."""
+        return (*self.moments.values(), *(part for moment in self.blocks.values() for part in moment.tensors))
 
     @property
     def files(self) -> list[FileState]:
@@ -91,6 +102,7 @@ class Shards:
         *,
         first_value: FirstValue = value_of_parameter,
         moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
+        code_values: Mapping[str, Tensor] = MappingProxyType({}),
         kinds_in_files: Sequence[str] = ("exp_avg", "exp_avg_sq"),
         ledger: AnyLedger | None = None,
         gradients_in_arena: bool = True,
@@ -107,8 +119,9 @@ class Shards:
         optimizer's states and of partitions of parameters, likewise.
         sub_group_numel: the most elements that are updated at once.  late: the updates that run beside the next step.
         check_back: raises UsageError for a call that needs state which has left the device for a while.
-        moments: the kinds that the optimizer keeps beside the master weights.  kinds_in_files: those of the states in
-        files, where an optimizer that would keep its state itself has it here.
+        moments: the kinds that the optimizer keeps beside the master weights.  code_values: of those in 8 bits, the
+        values of their codes.  kinds_in_files: those of the states in files, where an optimizer that would keep its
+        state itself has it here.
 
         first_value is called for one parameter at a time, and returns all elements of this rank's tensor, in any shape.
         gradients_in_arena: whether reduced gradients are blocks of one arena, or tensors of their own.
@@ -137,7 +150,13 @@ class Shards:
         self._home_of = self._choose_homes()
         self._sub_groups = {
             bucket.index: list(
-                _sub_groups(layout.sections[bucket.section], bucket, self.owned(bucket), sub_group_numel)
+                _sub_groups(
+                    layout.sections[bucket.section],
+                    bucket,
+                    self.owned(bucket),
+                    max(sub_group_numel, layout.rules.trained_block),
+                    grain=layout.rules.trained_block,
+                )
             )
             for bucket in layout.trainable_buckets
         }
@@ -150,11 +169,11 @@ class Shards:
         self.gradient_arena = self._make_gradient_arena(owned.get(Home.DEVICE, 0)) if gradients_in_arena else None
         self._resident_views: dict[str, Tensor] = {}
         self._resident_gradients = self._make_resident_gradients()
+        self._moment_kinds, self._code_values = tuple(moments), code_values
         self._states = {
             home: self._make_states(home, numel, kinds_in_files if home is Home.FILE else moments)
             for home, numel in owned.items()
         }
-        self._moment_kinds = tuple(moments)
         self.optimizer_step = torch.zeros((), dtype=torch.float32, device=self.device)
         self.copy_working_to_master()
 
@@ -390,12 +409,24 @@ class Shards:
         return self._moment_kinds
 
     def kinds_of(self, bucket: Bucket) -> tuple[str, ...]:
-        """Return the kinds of state of a bucket that are stored here beside the master weights."""
+        """Return the kinds of state of a bucket that are stored here as numbers beside the master weights."""
         return tuple(self._state(bucket).moments)
 
     def moment(self, kind: str, bucket: Bucket, within: Range) -> Tensor:
-        """Return one of the optimizer's moments of an owned range, a view at home."""
-        return self._state(bucket).moments[kind][self._place(bucket, within)]
+        """Return one of the optimizer's moments of an owned range, at home: a view, or what `close_blocks` stores."""
+        states, place = self._state(bucket), self._place(bucket, within)
+        return states.blocks[kind].opened(place) if kind in states.blocks else states.moments[kind][place]
+
+    def blocks(self, bucket: Bucket, within: Range) -> dict[str, BlockMoment]:
+        """Return the moments of an owned range that are stored in 8 bits, views at home."""
+        place = self._place(bucket, within)
+        return {kind: moment[place] for kind, moment in self._state(bucket).blocks.items()}
+
+    def close_blocks(self) -> None:
+        """Store what has been written to moments that are stored in 8 bits."""
+        for states in self._states.values():
+            for moment in states.blocks.values():
+                moment.close()
 
     def outgoing(self, bucket: Bucket, whole: Tensor) -> tuple[Tensor, Arrival]:
         """Return this rank's partition of a partitioned bucket on the device, and its arrival there.
@@ -497,7 +528,7 @@ class Shards:
         spec, start, stop, within = fragment
         if not spec.trainable:
             shard = self._working_shards.get(bucket.section)
-            working: Tensor | FileSlice | EncodedSlice
+            working: StateSource
             if isinstance(shard, FileState):
                 working = FileSlice(shard, self._place_in_shard(bucket, within))
             elif isinstance(shard, EncodedShard):
@@ -512,7 +543,12 @@ class Shards:
         master = self.working(bucket, within) if states.master is None else _elements(states.master, place)
         yield StateFragment(spec, "weight", start, stop, master)
         for kind in self.moment_kinds:
-            yield StateFragment(spec, kind, start, stop, _elements(states.moments[kind], place))
+            moment: StateSource
+            if kind in states.blocks:
+                moment = BlockElements(states.blocks[kind], place, is_written)
+            else:
+                moment = _elements(states.moments[kind], place)
+            yield StateFragment(spec, kind, start, stop, moment)
 
     def tensors_on_device(self) -> dict[str, list[Tensor]]:
         """Return the tensors of the device that hold master weights, partitions of parameters, and of gradients."""
@@ -529,7 +565,7 @@ class Shards:
     def moments_on_device(self) -> list[Tensor]:
         """Return the flat tensors of the optimizer's moments whose home is the device."""
         states = self._states.get(Home.DEVICE)
-        moments = () if states is None else states.moments.values()
+        moments = () if states is None else states.stored_moments
         return [moment for moment in moments if isinstance(moment, Tensor)]
 
     def model_state_bytes(self, home: Home = Home.DEVICE, *, optimizer_bytes: int = 0) -> ModelStateBytes:
@@ -553,7 +589,7 @@ class Shards:
             parameters=sum(map(_nbytes, parameters)) + sum(file.nbytes for file in files if home is Home.FILE),
             gradients=sum(flat.nbytes for flat in gradients),  # an arena's storage is shared
             master=sum(_nbytes(state.master) for state in states if state.master is not None),
-            moments=sum(_nbytes(moment) for state in states for moment in state.moments.values()) + optimizer_bytes,
+            moments=sum(_nbytes(moment) for state in states for moment in state.stored_moments) + optimizer_bytes,
         )
 
     def _attach_parameters(self, section: Section, first_value: FirstValue) -> Tensor:
@@ -747,7 +783,7 @@ class Shards:
                 gradient = self._files.allocate("gradient", self.plan.gradient.dtype, starts)
             else:
                 gradient = memory.zeros(numel, self.plan.gradient.dtype)
-            return _Owned(memory, gradient, states.pop("master"), states)
+            return _Owned(memory, gradient, states.pop("master"), states, {})
         if home is Home.DEVICE:
             gradient = self._zero_gradients(0 if self._is_resident else numel)
         else:
@@ -755,10 +791,15 @@ class Shards:
         master = memory.zeros(numel, dtype) if self.plan.separates_master(home) else None
         if master is not None:
             self.ledger.tag(master, "master")
-        own = {kind: memory.zeros(numel, dtype) for kind in moments}
-        for moment in own.values():
+        own = {kind: memory.zeros(numel, dtype) for kind in moments if kind not in self._code_values}
+        blocks = {kind: self._zero_blocks(memory, numel, kind) for kind in moments if kind in self._code_values}
+        for moment in (*own.values(), *(part for each in blocks.values() for part in each.tensors)):
             self.ledger.tag(moment, "moments")
-        return _Owned(memory, gradient, master, own)
+        return _Owned(memory, gradient, master, own, blocks)
+
+    def _zero_blocks(self, memory: StateHome, numel: int, kind: str) -> BlockMoment:
+        maxima = memory.zeros(numel // self.layout.rules.trained_block, torch.float32)
+        return BlockMoment(memory.zeros(numel, torch.uint8), maxima, self._code_values[kind].to(memory.device))
 
     def _state(self, bucket: Bucket) -> _Owned:
         return self._states[self._home_of[bucket.index]]
@@ -795,13 +836,13 @@ def _not_written(section: Section) -> Iterator[Range]:
         yield Range(start, section.numel)
 
 
-def _sub_groups(section: Section, bucket: Bucket, owned: Range, most: int) -> Iterator[SubGroup]:
+def _sub_groups(section: Section, bucket: Bucket, owned: Range, most: int, *, grain: int) -> Iterator[SubGroup]:
     """Cut what a rank owns of a bucket into parts of at most `most` elements.
 
     A run of elements treated alike is cut behind whole vectors of the processor's, so that no element's update is
-    rounded otherwise than in the whole run.
+    rounded otherwise than in the whole run, and behind whole blocks of `grain` elements.
     """
-    grain, start = (_VECTOR_NUMEL if most >= _VECTOR_NUMEL else 1), owned.start
+    grain, start = math.lcm(grain, _VECTOR_NUMEL if most >= _VECTOR_NUMEL else 1), owned.start
     for _, run in section.group_runs(owned):
         position = run.start
         while run.stop - start > most:

@@ -86,7 +86,10 @@ class OptimizerNumbers(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The elements [start, stop) of a parameter's state; writing to `tensor`, one-dimensional, writes the state."""
+    """The elements [start, stop) of a parameter's state; writing to `tensor`, one-dimensional, writes the state.
+
+    A moment in 8 bits is stored by the next call that reads or updates state.
+    """
 
     start: int
     stop: int
@@ -335,11 +338,13 @@ class ShardUpdate:
     def finish_copies(self) -> None:
         """Wait until the host may read and write the optimizer's state.
 
-        A late update has ended then, and the master weights updated last have reached the device.
+        A late update has ended then, and the master weights updated last have reached the device.  What has been
+        written to moments in 8 bits since the call before is stored.
         """
         self._late.finish()
         while self._travelling:
             self._travelling.pop().finish()
+        self._shards.close_blocks()
 
     def publish_late(self) -> None:
         """Wait for a late update, and publish what it has made; a collective call of the data-parallel ranks."""
@@ -562,7 +567,8 @@ class ShardUpdate:
         divided: list[OwnedRun] = []
         for owned in self.runs:
             fragment = owned.bucket.fragment_of(name, owned.within)
-            parts = [owned] if fragment is None else list(_divided(owned, fragment))
+            block = self._shards.layout.rules.trained_block
+            parts = [owned] if fragment is None else list(_divided(owned, fragment, block))
             if fragment is not None and self._optimizer.keeps_state:
                 self._optimizer.divide(len(divided), [self._bound(part) for part in parts])
             divided += parts
@@ -599,7 +605,8 @@ class ShardUpdate:
             return owned.tensors if part is None else owned.tensors.part(part.start - start, part.stop - start)
         shards, bucket = self._shards, owned.bucket
         moments = {kind: shards.moment(kind, bucket, within) for kind in shards.kinds_of(bucket)}
-        return Run(shards.master(bucket, within), shards.reduced_gradient(bucket, within), moments, owned.group)
+        master, gradient = shards.master(bucket, within), shards.reduced_gradient(bucket, within)
+        return Run(master, gradient, moments, owned.group, blocks=shards.blocks(bucket, within))
 
 
 def _at_home(home: StateHome, step: Tensor, inputs: StepInputs) -> _HomeStep:
@@ -607,9 +614,13 @@ def _at_home(home: StateHome, step: Tensor, inputs: StepInputs) -> _HomeStep:
     return _HomeStep(step, inputs) if home.is_device else _HomeStep(step.to(home.device), inputs.to(home.device))
 
 
-def _divided(owned: OwnedRun, fragment: Fragment) -> Iterator[OwnedRun]:
-    """Yield the parts of a run before, in and behind one of its parameters, as far as they have elements."""
-    (start, stop), cuts = owned.within, fragment.within
+def _divided(owned: OwnedRun, fragment: Fragment, block: int) -> Iterator[OwnedRun]:
+    """Yield the parts of a run before, in and behind one of its parameters, as far as they have elements.
+
+    A parameter's last block is all its own, with the padding in it.
+    """
+    start, stop = owned.within
+    cuts = Range(fragment.within.start, min(-(-fragment.within.stop // block) * block, stop))
     for part, name in (
         (Range(start, cuts.start), ""),
         (cuts, fragment.spec.name),

@@ -100,7 +100,7 @@ def test_what_chooses_an_implementation_earns_a_notice() -> None:
         ("Adafactor", {"eps": [None, -1]}, "optimizer.params.eps: [null, -1]", "two numbers", "at least 0"),
         ("Adafactor", {"eps": [1e-9, None]}, "optimizer.params.eps: [1e-09, null]", "two numbers", "at least 0"),
         ("Adafactor", {"d": 0.5}, "optimizer.params.d: 0.5", "at least 1", "d: 1"),
-        ("AdamW8bit", {}, 'optimizer.type: "AdamW8bit"', "a scale for each block", "AdamW, Adam, SGD"),
+        ("AdamW8bit", {"amsgrad": True}, "optimizer.params.amsgrad: true", "no key of this name", "betas"),
         ("LBFGS", {}, 'optimizer.type: "LBFGS"', "several times", "AdamW"),
         ("Adamm", {}, 'optimizer.type: "Adamm"', "nothing of this name", "Adam, AdamW"),
         (None, {}, "optimizer.type: null", "optimizer.type is a name", "AdamW"),

@@ -4,7 +4,7 @@ import inspect
 
 import torch
 from support.each import each
-from support.published_optimizers import PublishedLamb
+from support.published_optimizers import PublishedLamb, reference_class
 
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.fields import describe
@@ -14,7 +14,7 @@ from megazero.optim.lion import Lion
 OWN = {"Lion": Lion}  # those that torch has not got
 
 
-@each("name", [name for name in OPTIMIZERS if name != "Lamb"])
+@each("name", [name for name in OPTIMIZERS if name != "Lamb" and not OPTIMIZERS[name].package])
 def test_arguments_and_defaults_are_those_of_the_class(name: str) -> None:
     arguments = inspect.signature(OWN.get(name) or getattr(torch.optim, name)).parameters
     ours = {"lr": OPTIMIZERS[name].lr} | {key: info.default for key, info in OPTIMIZERS[name].params.items()}
@@ -30,6 +30,13 @@ def test_lambs_parameters_and_defaults_are_deepspeeds() -> None:
     ours = {"lr": OPTIMIZERS["Lamb"].lr} | {key: info.default for key, info in OPTIMIZERS["Lamb"].params.items()}
     assert ours == {key: value for key, value in PublishedLamb.DEFAULTS.items() if key != "maximize"}
     assert [name for name, optimizer in OPTIMIZERS.items() if optimizer.measures] == ["Lamb", "Adafactor"]
+
+
+@each("name", [name for name in OPTIMIZERS if OPTIMIZERS[name].package])
+def test_optimizers_in_8_bits_have_defaults_of_their_package(name: str) -> None:
+    arguments = inspect.signature(reference_class(name)).parameters
+    ours = {"lr": OPTIMIZERS[name].lr} | {key: info.default for key, info in OPTIMIZERS[name].params.items()}
+    assert ours == {key: arguments[key].default for key in ours} and "weight_decay" in ours
 
 
 def test_every_optimizer_of_torch_is_there_or_refused() -> None:

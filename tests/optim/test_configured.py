@@ -77,6 +77,7 @@ def test_groups_of_patterns_come_behind_the_others() -> None:
         (choice("RMSprop", centered=True), ("grad_avg", "square_avg")),
         (choice("Adafactor"), ()),  # averages of rows and columns are not of elements
         (choice("Adadelta"), ("acc_delta", "square_avg")),
+        (choice("Lion"), ("exp_avg",)),
     ],
     ids=str,
 )

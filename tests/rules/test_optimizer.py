@@ -26,7 +26,7 @@ def test_settings_of_a_run_are_parameters(name: str) -> None:
     choice = of_run(optimizer=name)
     assert (choice.type, choice.lr) == (RUN_NAMES[name], 0.125)
     assert choice.params.keys() == OPTIMIZERS[choice.type].params.keys()
-    betas = (0.95, 0.98) if name == "lion" else (0.9, 0.999)
+    betas = (0.95, 0.98) if name in ("lion", "lion8bit") else (0.9, 0.999)
     assert choice.params.get("betas", betas) == betas and choice.params.get("weight_decay", 0.01) == 0.01
     reference_class(choice.type)([torch.zeros(2, requires_grad=True)], lr=choice.lr, **choice.params)
 
@@ -91,3 +91,12 @@ def test_parameters_that_an_optimizer_does_not_take(settings: dict[str, Any], gi
 def test_a_word_that_chooses_an_implementation_earns_a_notice() -> None:
     (notice,) = advice(make_run(optimizer_params=("fused=true", "amsgrad=true")), 1)
     assert notice.startswith("--optimizer-params: fused: accepted, without effect: ")
+
+
+def test_slices_of_matrices_have_other_blocks() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megazero.rules.states.find_spec", lambda name: object())
+        sliced = {"tensor_model_parallel_size": 2, "optimizer": "lion8bit"}
+        (notice,) = advice(make_run(**sliced), 2)
+        assert notice.startswith("--optimizer lion8bit with --tensor-model-parallel-size 2: slices of matrices have")
+        assert advice(make_run(optimizer="lion8bit"), 2) == advice(make_run(**{**sliced, "optimizer": "lion"}), 2) == ()

@@ -10,8 +10,8 @@ from support.source_tree import imports, sources
 
 # GPU machines that have torch for CUDA often lack these.
 OPTIONAL = {
-    "datasketch", "ftfy", "gigatoken", "lm_eval", "megatron", "mlflow", "py3langid", "pyarrow", "ray", "sentencepiece",
-    "tiktoken", "transformers", "wandb",
+    "bitsandbytes", "datasketch", "ftfy", "gigatoken", "lm_eval", "megatron", "mlflow", "py3langid", "pyarrow", "ray",
+    "sentencepiece", "tiktoken", "transformers", "wandb",
 }  # fmt: skip
 # Programs that other programs start where the package is there, and a module that only its users import: it has a class
 # derived from the package's.

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.each import each
 
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.errors import Problem
-from megazero.rules.states import STATE_RULES
+from megazero.rules.states import STATE_RULES, optimizer_fits
 
 FILES = {"offload_optimizer": "nvme", "nvme_path": Path(tempfile.gettempdir())}
 
@@ -96,3 +98,21 @@ def test_each_home_has_a_problem_of_its_own() -> None:
     homes = found({"zero_stage": 0, "offload_optimizer": "cpu", "offload_param": "cpu"}, {})
     assert [problem.given.partition(" ")[0] for problem in homes] == ["<offload_optimizer>", "<offload_param>"]
     assert "stages 1 to 3" in homes[0].rule and "stage 3" in homes[1].rule
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+@each("kind", OPTIMIZERS)
+def test_moments_in_8_bits(kind: str, is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need their kernels, which compute in fp32, and memory; of other optimizers nothing is asked."""
+    monkeypatch.setattr("megazero.rules.states.find_spec", lambda name: object() if is_installed else None)
+    package, in_numbers = OPTIMIZERS[kind].package, kind.removesuffix("8bit").replace("AdamW", "Adam")
+    for precision, narrow in (("fp32", True), ("bf16", True), ("fp16", True), ("fp64", False)):
+        for zero in ({}, {"zero_stage": 1, "offload_optimizer": "cpu"}, {"zero_stage": 1, **FILES}):
+            sections = ZeroConfig(**zero), PrecisionConfig(precision=precision)
+            problems = list(optimizer_fits(kind, "--optimizer x", *sections, lambda name: f"<{name}>"))
+            expected = ["--optimizer x"] * (not is_installed)
+            expected += ["--optimizer x with <precision> fp64"] * (not narrow)
+            expected += ["--optimizer x with <offload_optimizer> nvme"] * (zero.get("offload_optimizer") == "nvme")
+            assert [problem.given for problem in problems] == (expected if package else [])
+            if package and not is_installed:
+                assert package in problems[0].rule and f"'megazero[{package}]', or {in_numbers}" in problems[0].legal

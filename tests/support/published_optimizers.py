@@ -1,8 +1,9 @@
-"""Optimizers that torch has not got, written from their papers' formulas for whole parameters, as references."""
+"""References of optimizers that torch has not got: by their papers' formulas, for whole parameters, or a package's."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -71,5 +72,7 @@ class PublishedLamb(Published):
 
 
 def reference_class(name: str) -> Any:
-    """Return torch's optimizer of a name, or the one written here."""
+    """Return torch's optimizer of a name, or the one written here, or that of bitsandbytes, without which it skips."""
+    if name.endswith("8bit"):
+        return getattr(pytest.importorskip("bitsandbytes", reason="the reference is bitsandbytes itself").optim, name)
     return {"Lion": PublishedLion, "Lamb": PublishedLamb}.get(name) or getattr(torch.optim, name)

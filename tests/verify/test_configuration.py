@@ -2,6 +2,7 @@
 
 import pytest
 from support.configs import make_run
+from support.each import each
 
 from megazero.config import derived
 from megazero.config.engine_sections import ZeroConfig
@@ -86,6 +87,13 @@ def test_what_float64_overrides_is_told() -> None:
     )
     assert overridden(config) == "--hidden-dropout 0.2 --precision bf16 --load x --finetune"
     assert overridden(in_float64(config)) == ""
+
+
+@each("optimizer, same", [("adamw8bit", "adam"), ("adam8bit", "adam"), ("lion8bit", "lion"), ("sgd", "sgd")])
+def test_moments_in_8_bits_are_numbers(optimizer: str, same: str) -> None:
+    config = make_run(optimizer=optimizer)
+    assert in_float64(config).optimizer.optimizer == same
+    assert (f"--optimizer {optimizer}" in overridden(config)) == (optimizer != same)
 
 
 def test_precision_is_still_checked_when_the_run_starts_anew() -> None:

@@ -81,6 +81,21 @@ def test_a_unit_as_a_drawing() -> None:
     assert list(section.group_runs(Range(20, 24))) == [(1, (20, 24))]
 
 
+def test_trained_parameters_begin_at_blocks() -> None:
+    specs = [spec("w", (3, 3)), spec("v", (8,)), spec("one", (1,)), spec("frozen", (3,), trainable=False)]
+    rules = LayoutRules(partitions=2, bucket_numel=20, alignment=2, trained_block=4)
+    section, frozen = layout_of({"unit": [*specs, spec("last", (1,))]}, rules).sections
+    assert [slot.start for slot in section.slots] == [0, 12, 20, 24] and section.numel == 32
+    assert [bucket.partition(rank) for bucket in section.buckets for rank in (0, 1)] == [
+        (0, 8),
+        (8, 16),
+        (16, 24),
+        (24, 32),
+    ]
+    assert [bucket.padding for bucket in section.buckets] == [((9, 12),), ((21, 24), (25, 32))]
+    assert frozen.numel == 4, "frozen parameters have no moments"
+
+
 def test_padding_alone_belongs_to_no_parameter() -> None:
     layout = layout_of({"unit": [spec("one", (1,))]}, LayoutRules(partitions=4, bucket_numel=100, alignment=16))
     section = layout.sections[0]

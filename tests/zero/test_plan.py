@@ -102,6 +102,16 @@ def test_full_precision_is_its_own_master() -> None:
     ]
 
 
+def test_moments_in_8_bits_take_a_byte_and_a_number_a_block() -> None:
+    numel, ranks = 1 << 14, 4
+    for stage, part in ((0, numel), (2, numel // ranks)):
+        plan = resolve(make_run(zero_stage=stage).zero, make_run().precision)
+        shapes = (OptimizerShape(in_8_bits=True), OptimizerShape(1, in_8_bits=True))
+        adam, lion = (model_state_bytes(plan, numel, ranks, optimizer=shape) for shape in shapes)
+        assert adam.moments == 2 * part + 2 * 4 * part / 256 and lion.moments == adam.moments / 2
+        assert adam.master == model_state_bytes(plan, numel, ranks).master
+
+
 @each("stage", [1, 2, 3])
 def test_gradients_in_files(stage: int) -> None:
     """They go to files in the share of master weights, by way of host memory, and are read for norm and update."""

@@ -48,7 +48,7 @@ from megazero.dialects.deepspeed.keys import (
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.errors import Problem
 from megazero.rules import moot
-from megazero.rules.states import STATE_RULES
+from megazero.rules.states import STATE_RULES, moments_in_8_bits_have_kernels
 
 _Section = TypeVar("_Section", ZeroConfig, PrecisionConfig, ActivationConfig, ReportConfig, CurriculumConfig)
 
@@ -427,10 +427,12 @@ def engine_parts(file: ParsedFile) -> EngineParts:
     activations = _build(ActivationConfig, settings)
     optimizer = optimizer_of(file)
     scheduler = scheduler_of(file, None if optimizer is None else optimizer.lr)
+    found = [problem for rule in STATE_RULES for problem in rule(zero, precision, _spell)]
+    if optimizer is not None:
+        kind = optimizer.type
+        found += moments_in_8_bits_have_kernels(kind, f"optimizer.type {kind}", zero, precision, _spell)
     file.diagnostics.problems.extend(
-        replace(problem, given=f"{file.origin}: {problem.given}{_old_keys(file, problem.given)}")
-        for rule in STATE_RULES
-        for problem in rule(zero, precision, _spell)
+        replace(problem, given=f"{file.origin}: {problem.given}{_old_keys(file, problem.given)}") for problem in found
     )
     cast = file.written("fp16.auto_cast")
     if cast is not None and cast.value:
@@ -438,9 +440,9 @@ def engine_parts(file: ParsedFile) -> EngineParts:
         file.diagnostics.problems.append(Problem(cast.source, rule, "cast them in the program"))
     curriculum = _build(CurriculumConfig, settings)
     if curriculum.curriculum_learning and not translation.unknown & {*CURRICULUM_KEYS}:
-        found = read_curriculum(curriculum, None, lambda setting: curriculum_key(file, setting))
-        if isinstance(found, Problem):
-            file.diagnostics.problems.append(replace(found, given=f"{file.origin}: {found.given}"))
+        grown = read_curriculum(curriculum, None, lambda setting: curriculum_key(file, setting))
+        if isinstance(grown, Problem):
+            file.diagnostics.problems.append(replace(grown, given=f"{file.origin}: {grown.given}"))
     file.diagnostics.problems.extend(_only_in_a_run(file))
     reports = _build(ReportConfig, settings)
     parts = EngineParts(zero, precision, activations, optimizer, scheduler, autocast, reports, curriculum)

@@ -362,8 +362,8 @@ class LeasedGradients:
     def _buffer(self, bucket: Bucket) -> Tensor:
         if bucket.index not in self._open:
             lease = self._buffers.lease(bucket.numel, self._shards.plan.gradient_wire)
-            padding_start = self._shards.layout.sections[bucket.section].used_numel - bucket.start
-            lease.tensor[padding_start:].zero_()
+            for start, stop in bucket.padding:
+                lease.tensor[start - bucket.start : stop - bucket.start].zero_()
             self._open[bucket.index] = lease
         return self._open[bucket.index].tensor
 
