@@ -125,7 +125,7 @@ def calibrated(place: Place, quick: bool) -> str:
     )
     here = measuring.Place(place.launch.rank, place.launch.world_size, place.device, mesh.world)
     effort = measuring.QUICK if quick else measuring.Effort()
-    return to_yaml(measured(here, effort, name=f"cpu x {place.launch.world_size}", tell=lambda line: None))
+    return to_yaml(measured(here, effort, name=f"cpu x {place.launch.world_size}", report=lambda line: None))
 
 
 def predicted(words: Sequence[str], world: int, machine: Hardware) -> StepTime:

@@ -134,8 +134,8 @@ def first_line(error: BaseException) -> str:
     Of any other it is the beginning, without the place in torch's sources.
     """
     if isinstance(error, UserError):
-        told = (error.problems[0].given, error.problems[0].rule)
-        return ": ".join((type(error).__name__, *filter(None, told))).splitlines()[0]
+        facts = (error.problems[0].given, error.problems[0].rule)
+        return ": ".join((type(error).__name__, *filter(None, facts))).splitlines()[0]
     line = next(iter(str(error).strip().splitlines()), "")
     message = re.sub(r"^\[[^]]*\] ", "", line).partition(". This is typically")[0]
     return f"{type(error).__name__}: {message[:160]}" if message else type(error).__name__

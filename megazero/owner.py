@@ -30,7 +30,7 @@ class ProcessState(StrEnum):
 
 @dataclass(frozen=True)
 class Owner:
-    """A process; `machine` and `boot` are digests, empty where the system does not tell machines or boots apart."""
+    """A process; `machine` and `boot` are digests, empty where the system does not distinguish machines or boots."""
 
     pid: int
     started: int
@@ -65,7 +65,7 @@ class Owner:
 
         It has if its id is free, or belongs to a process that started at another time, or if the machine has been
         restarted since.  A process on another machine, or in another namespace of the same boot, may live.  On a system
-        that does not tell boots apart (macOS), one of the same machine has ended if its id is free.
+        that does not distinguish boots (macOS), one of the same machine has ended if its id is free.
         """
         without_boots = not (self.boot or here.boot) and self.namespace == here.namespace
         if self.is_comparable(here) or (without_boots and here.machine and self.machine == here.machine):
@@ -106,7 +106,7 @@ def process_state(pid: int, started: int) -> ProcessState:
 def _machine(*, has_boot: bool) -> str:
     """Return a digest of the machine's name and id; empty for a name that many machines have.
 
-    has_boot: False on a system that does not tell boots apart: there the number of the network card stands for the id.
+    has_boot: False on a system that does not distinguish boots: there the number of the network card stands for the id.
     """
     name = socket.gethostname()
     number = _read(Path("/etc/machine-id")) if has_boot else str(uuid.getnode())

@@ -1,6 +1,6 @@
 """Pictures as SVG files, and as parts of pages, in light or dark colours as the reader's system is set.
 
-Text, lines and backgrounds get their colours from classes; what a picture shows has colours of its own that can be told
+Text, lines and backgrounds get their colours from classes; what a picture shows has its own, which can be distinguished
 from both backgrounds.
 """
 

@@ -73,7 +73,7 @@ class _Marks(NamedTuple):
 
 
 class Timings:
-    """What `Timers.take` returns: seconds by part, some of them still between two events of a device."""
+    """The result of `Timers.take`: seconds by part, some of them still between two events of a device."""
 
     def __init__(self, seconds: dict[str, float], marks: Sequence[_Marks] = ()) -> None:
         self._seconds = seconds

@@ -115,10 +115,10 @@ class Family(NamedTuple):
     model_type, architecture: transformers' names.  traits: what a model of megazero must have, the legal values of each
     trait.  ends, block: rows of what is outside of blocks, and of a block; a row without a parameter here is passed
     over.  prefix: of transformers' names outside of blocks, as in a file of the bare model without it.  layers: the
-    name of the list of blocks.  fixed: what its configurations say of all models that megazero has.  described,
+    name of the list of blocks.  fixed: what its configurations have for all models that megazero has.  described,
     settings: a configuration made of a model's settings, and the settings made of it; ValueError for a model that
-    megazero hasn't.  defaults: transformers' own for what a configuration leaves out, where fixed says another value.
-    ties: whether transformers ties the head where a configuration doesn't say.
+    megazero hasn't.  defaults: transformers' own for what a configuration leaves out, where fixed has another value.
+    ties: whether transformers ties the head where a configuration doesn't set it.
     """
 
     model_type: str
@@ -158,7 +158,7 @@ def rows_of(
 
 
 def traits(model: ModelConfig) -> dict[str, object]:
-    """Return what tells families apart, under names that messages show."""
+    """Return what distinguishes families, under names that messages show."""
     heads, groups = model.num_attention_heads, derived.num_key_value_heads(model)
     return {
         "position_embedding_type": model.position_embedding_type,

@@ -5,7 +5,7 @@ several processes one succeeds, and no process reads half of it.  A job that end
 leaves it, and the next one *breaks* it, provided that its owner is known to be gone: by `megazero.owner`, or because
 Slurm has started the same job again.  In any other case the start is an error that names the owner and the file.
 
-Nobody removes a lock that another process has made, since it could have become a third one's by then.  A lock is broken
+No process removes a lock that another process has made, as it could be a third one's by then.  A lock is broken
 by making its *successor*, `.lock.after.ID`, where ID is that of the broken lock, by a hard link too: again one process
 succeeds.  The holder is therefore the last of the chain that begins with `.lock`.  A new holder replaces `.lock` by its
 own lock, and only then removes the rest of the chain; a slow process that makes a successor after that finds itself in
@@ -68,7 +68,7 @@ class Holder:
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
     def reason_to_be_gone(self) -> str:
-        """Return how this process knows that the holder has ended; empty if it may still run."""
+        """Return the evidence that the holder has ended; empty if it may still run."""
         owner, here = Owner.from_tag(self.owner), Owner.of_this_process()
         if owner is not None and owner == here:
             return "this process has ended an earlier run"

@@ -229,8 +229,8 @@ def our_config(described: Mapping[str, Any], *, given: str) -> ModelConfig:
     try:
         settings = family.settings(described)
     except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
-        told = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(Problem(f"{given}: {told}", f"describes a model of type {kind}")) from error
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(Problem(f"{given}: {reason}", f"describes a model of type {kind}")) from error
     whole = ("num_layers", "hidden_size", "num_attention_heads")
     wrong = {name: settings[name] for name in whole if type(settings[name]) is not int or settings[name] < 1}
     if type(described.get("vocab_size")) is not int:
@@ -244,7 +244,7 @@ def our_config(described: Mapping[str, Any], *, given: str) -> ModelConfig:
             Problem(f"{given}: width {hidden}, {heads} heads", "the number of heads divides the width")
         )
     if settings.get("kv_channels") == hidden // heads:
-        del settings["kv_channels"]  # as where nothing is said
+        del settings["kv_channels"]  # as where nothing is set
     try:
         return ModelConfig(
             **settings,

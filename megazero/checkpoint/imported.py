@@ -1,6 +1,6 @@
 """A model of another project as megazero's: its tensors are read from their files when a checkpoint of ours is written.
 
-The rows of a table (`families.py`) say which of its tensors hold which parameters.
+The rows of a table (`families.py`) have which of its tensors hold which parameters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -8,7 +8,7 @@
                            "begin": 400, "end": 4000, "sha256": "..."}, ...]}, ...]}
     {"files": ...}
 
-A *segment* has neighbouring boxes of one tensor, and the directory their bounds: under ZeRO stage 3 a rank wants a
+A *segment* has neighbouring boxes of one tensor, and the directory their bounds: under ZeRO stage 3 a rank needs a
 small region of nearly every tensor, and reads the one or two segments of each that overlap it.  `begin` and `end` are
 bytes from the start of the data file.  Segments lie back to back, so the directory has their lengths only.
 
@@ -46,7 +46,7 @@ from megazero.checkpoint.slices import bounds_of, format_box
 from megazero.errors import DamageError, Problem
 from megazero.parallel.param_spec import Box
 
-# A reader parses the whole directory, and a segment or two for each region that it wants: of a tensor that a thousand
+# A reader parses the whole directory, and a segment or two for each region that it needs: of a tensor that a thousand
 # ranks have parts of, that is least where a segment has about as many boxes as a tensor has segments.
 BOXES_PER_SEGMENT = 64
 _MAX_PROBLEMS = 20

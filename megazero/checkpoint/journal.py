@@ -26,12 +26,12 @@ _MAX_LINE_BYTES = 1 << 20
 class Journal:
     """A writer of the journal under `root`: on rank 0, and on the rank that reports a fault; root None: no writer.
 
-    A journal that cannot be written never ends a run: `say` gets one line the first time, and training goes on.
+    A journal that cannot be written never ends a run: `report` gets one line the first time, and training goes on.
     """
 
-    def __init__(self, root: Path | None, say: Callable[[str], None]) -> None:
+    def __init__(self, root: Path | None, report: Callable[[str], None]) -> None:
         self._path = None if root is None else root / JOURNAL
-        self._say = say
+        self._report = report
         self._has_failed = False
 
     def write(self, event: str, **facts: object) -> None:
@@ -43,7 +43,7 @@ class Journal:
             self._append(self._path, _line(entry))
         except OSError as error:
             if not self._has_failed:
-                self._say(f"{self._path} cannot be written: {error.strerror or error}; training goes on without it")
+                self._report(f"{self._path} cannot be written: {error.strerror or error}; training goes on without it")
             self._has_failed = True
 
     @staticmethod

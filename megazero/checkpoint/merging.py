@@ -8,7 +8,7 @@
 Tensors have one order for all ranks (weights first, then by kind; each by name, with numbers as numbers), and an index
 covers a contiguous share of it.  No rank has the list of all tensors before indices are cut, so each offers a sample of
 its own, and the bounds between indices are taken from all samples: shares of about as many boxes, whatever the layout.
-A rank then writes its *part*, a section for each index, and whoever merges an index reads one section of every part.
+A rank then writes its *part*, a section for each index, and the rank that merges an index reads one of every part.
 The ranks exchange names of files, numbers and samples only.
 """
 
@@ -90,7 +90,7 @@ class IndexPlan(NamedTuple):
 
 @dataclass(frozen=True, config=_strict)
 class _Section:
-    """What one rank has for one index."""
+    """The boxes that one rank has for one index."""
 
     tensors: tuple[TensorEntry, ...]
     boxes: tuple[BoxEntry, ...]

@@ -11,7 +11,7 @@ The layout of the run that saved plays no part.  Names, shapes, coverage and fil
 byte is copied, all problems at once; a box is copied only if its bytes match its hash, and the header of every file
 that is read must describe its boxes.  Of the indices only those of the wanted tensors are read, when they are first
 needed, and of those only the segments that overlap wanted regions: a checkpoint of thousands of ranks has millions of
-boxes, and a rank wants thousands.
+boxes, and a rank needs thousands.
 
 What is missing or not what was saved is a DamageError.  What the system refuses for another reason (permissions, a file
 server that is away) is a plain CheckpointError, since the checkpoint itself may be sound.

@@ -49,7 +49,7 @@ def missing_defaults(environment: Mapping[str, str], cores: int) -> dict[str, st
 
 
 def defaults_line(defaults: Mapping[str, str]) -> str:
-    """Return the line that tells the user which variables have been set."""
+    """Return the line for the user on which variables have been set."""
     return " ".join(["environment:", *(f"{name}={value}" for name, value in defaults.items())])
 
 

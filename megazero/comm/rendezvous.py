@@ -1,7 +1,7 @@
 """The job's store: made by rank 0 or torchrun, and shared by all processes that MASTER_ADDR and MASTER_PORT connect.
 
 Every way in which processes fail to meet ends in a message, on all ranks, within the time limit.  Long before it, a
-line on stderr says what a node's first rank, or the job's, is waiting for.
+line on stderr names what a node's first rank, or the job's, is waiting for.
 """
 
 import errno

@@ -88,7 +88,7 @@ def build_parser(groups: Collection[str] = GROUPS, *, whole: bool = True) -> arg
         if has_all
         else None,
         epilog="Further flags of Megatron-LM's and Megatron-DeepSpeed's launch scripts are accepted with a notice when "
-        "they change nothing here, and refused with the reason when they would; --help FLAG says what becomes of one."
+        "they change nothing here, and refused with the reason when they would; --help FLAG has the fate of one."
         + "  --help all shows settings as well that only DeepSpeed's configurations need."
         * (not whole)
         if has_all
@@ -142,7 +142,7 @@ def help_text(info: FieldInfo) -> str:
     unit = f" [{info.unit}]" if info.unit else ""
     if info.required:
         return f"{info.help}{unit} (required)"
-    if info.default is None and "without it" in info.help:  # which says what holds then
+    if info.default is None and "without it" in info.help:  # which names what holds then
         return f"{info.help}{unit}"
     return f"{info.help}{unit} (default: {_default_text(info)})"
 

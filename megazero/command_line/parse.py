@@ -113,7 +113,7 @@ class _Gathered:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """What a command line makes of all its sources, with or without problems.
+    """The result of all sources of a command line, with or without problems.
 
     config: its settings; reading one that has no valid value raises Unknown.  sources: the text that gave each setting
     its value, by name; settings that are missing have their defaults.
@@ -339,7 +339,7 @@ def _with_listed_corpora(gathered: _Gathered, raw: Iterable[RawValue]) -> list[R
 
 
 def _with_own_tokenizer(gathered: _Gathered, raw: Sequence[RawValue]) -> list[RawValue]:
-    """Return one source with megazero's name of the type of tokenizer; a notice says so where that is another."""
+    """Return one source with megazero's name of the type of tokenizer; with a notice where that is another."""
     items: list[RawValue] = []
     types = [_only_word(item) for item in raw if item.name == "tokenizer_type"]
     for item in raw:

@@ -46,7 +46,7 @@ def split_processes(words: Sequence[str]) -> OwnProcesses:
 def leave_status(status: int, rank: int) -> None:
     """Write a rank's exit status for the program that has started it by `--processes`, if one has.
 
-    torch's agent, by which it has, says after a signal only that there was one.
+    torch's agent, by which it has, reports after a signal only that there was one.
     """
     folder = os.environ.get(STATUS_FOLDER)
     if folder is not None and os.path.isdir(folder):

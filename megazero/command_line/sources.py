@@ -29,7 +29,7 @@ def _flags(text: str) -> Iterable[str]:
 
 
 def _note(flag: str, given: str, sources: Mapping[str, str]) -> str:
-    """Return where the setting of `flag` comes from; "" if the text says so, or the user gave it by that flag."""
+    """Return where the setting of `flag` comes from; "" if the text has it, or the user gave it by that flag."""
     info = _BY_FLAG[flag]
     source = sources.get(info.name)
     if source is None:

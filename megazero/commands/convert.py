@@ -76,7 +76,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 class Exported(NamedTuple):
-    """What an exported model gets of its tokenizer: the end-of-document id, files by name, a line about them."""
+    """The tokenizer's part in an exported model: the end-of-document id, files by name, a line about them."""
 
     eod: int | None
     files: dict[str, str]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megazero.cluster.preflight import Board
 
 DAY = 24 * 60 * 60
-_TOLD = "told"  # the topic under which rank 0 posts that it has printed the problems
+_PRINTED = "printed"  # the topic under which rank 0 posts that it has printed the problems
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -107,9 +107,9 @@ def main(words: Sequence[str]) -> int:
     except TopologyError as error:
         if launch.rank == 0:
             print_error(error)
-            board.post(_TOLD, None)
+            board.post(_PRINTED, None)
         else:  # a launcher ends all processes when the first one fails, so that nothing would be printed
-            board.find(_TOLD, arguments.timeout)
+            board.find(_PRINTED, arguments.timeout)
         return error.exit_code
     finally:
         board.close(launch.world_size)

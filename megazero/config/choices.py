@@ -133,7 +133,7 @@ def choose_scheduler(
     diagnostics.problems.extend(
         Problem(
             where.key(key).quote(AUTO) if key in params else f"{where.key(key)} is missing",
-            f"{entry} needs a number that nobody else knows",
+            f"{entry} needs a number that is in no other setting",
             f"{key}: {100000 if info.kind == 'int' else 0.001}",
         )
         for key, info in table.items()

@@ -38,7 +38,7 @@ class CurriculumConfig:
     )
     curriculum_schedule: Literal["fixed_linear", "fixed_root", "fixed_discrete"] = setting(
         "fixed_linear",
-        help="how the length grows with the steps: evenly, along a root, or as curriculum_seqlens says",
+        help="how the length grows with the steps: evenly, along a root, or as curriculum_seqlens lists",
     )
     curriculum_min_seqlen: int = setting(8, help="the length at the start", unit="tokens", ge=1)
     curriculum_max_seqlen: int | None = setting(

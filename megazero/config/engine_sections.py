@@ -434,7 +434,7 @@ class ActivationConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LimitConfig:
-    """How long processes wait for each other, at the start and in collectives."""
+    """Limits on the time that processes wait for each other, at the start and in collectives."""
 
     distributed_timeout_minutes: float = setting(
         10.0, help="a collective that waits longer than this ends the run", unit="minutes", gt=0
@@ -536,12 +536,12 @@ class OptimizerConfig:
     clip_grad: float = setting(1.0, help="largest global gradient norm; 0 clips nothing", ge=0)
     override_opt_param_scheduler: bool = setting(
         False,
-        help="on resuming take the learning-rate schedule from here, whatever the checkpoint says",
+        help="on resuming take the learning-rate schedule from here, whatever the checkpoint has",
         aliases=("override-lr-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = setting(
         False,
-        help="on resuming take the learning-rate schedule from the checkpoint, whatever is said here",
+        help="on resuming take the learning-rate schedule from the checkpoint, whatever is given here",
         aliases=("use-checkpoint-lr-scheduler",),
     )
     lr_decay_params: tuple[str, ...] = setting(
@@ -582,7 +582,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReportConfig:
-    """What is reported about the steps, beside the losses of a run."""
+    """Settings of what is reported about the steps, beside the losses of a run."""
 
     timing_log_level: int = setting(
         0,

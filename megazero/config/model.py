@@ -93,7 +93,7 @@ class ModelConfig:
     )
     vocab_size: int | None = setting(
         None,
-        help="ids the model knows before padding, at least the corpus's; without it, as many as the corpus's tokenizer",
+        help="ids of the model before padding, at least the corpus's; without it, as many as the corpus's tokenizer",
         unit="ids",
         ge=2,
     )
@@ -106,7 +106,7 @@ class ModelConfig:
     pad_vocab_size_to: int | None = setting(
         None,
         help="ids that the vocabulary is padded to, over all tensor-parallel processes; without it,"
-        " make_vocab_size_divisible_by says",
+        " make_vocab_size_divisible_by asks for",
         unit="ids",
         ge=2,
     )

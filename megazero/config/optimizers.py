@@ -162,7 +162,7 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "torch_adam", "set_grad_none
 
 _COMPRESSED = "it compresses what the processes exchange, and here gradients are exchanged in full"
 _WHOLE = "its update of one element depends on others, and an optimizer here sees flat slices of parameters"
-_MUP = "it scales learning rates by shapes that only the mup package knows"
+_MUP = "it scales learning rates by shapes that only the mup package has"
 
 REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Param groups by pattern: what a user says of the parameters whose names a pattern matches.
+"""Param groups by pattern: what a user sets for the parameters whose names a pattern matches.
 
 A pattern is the shell's (`*.bias`, `layers.[01].*`) and covers a whole name; a parameter belongs to the first group
 whose pattern matches its name.  What a group leaves out is as without it, so that biases and norms stay without weight

@@ -71,7 +71,7 @@ class TrainingConfig:
         None,
         help="exit status of a run that has saved and stopped before its last step: by a signal, at exit_interval or"
         " after exit_duration_in_mins or kill_switch_path; without it 0, as of a run that has finished",
-        beyond="0 to 3 tell of finished runs and of errors, those above 125 of signals",
+        beyond="0 to 3 stand for finished runs and of errors, those above 125 of signals",
         ge=4,
         le=125,
     )
@@ -166,7 +166,7 @@ class ParallelConfig:
     )
     cpu_threads: int | None = setting(
         None,
-        help="threads that a process computes with on the CPU; without it, what OMP_NUM_THREADS says (torchrun's own 1"
+        help="threads that a process computes with on the CPU; without it, OMP_NUM_THREADS (torchrun's own 1"
         " for several processes doesn't count), else cores of the node / processes on it, at least 1; a process alone"
         " on its node: as torch chooses",
         unit="threads",
@@ -217,7 +217,7 @@ class DataConfig:
     tokenizer_type: (
         Literal["GPT2BPETokenizer", "SentencePieceTokenizer", "ByteTokenizer", "HuggingFaceTokenizer", "TikTokenizer"]
         | None
-    ) = setting(None, help="tokenizer that made the corpus; without it, what the corpus's own description says")
+    ) = setting(None, help="tokenizer that made the corpus; without it, that of the corpus's own description")
     tokenizer_model: Path | None = setting(
         None,
         help="SentencePieceTokenizer: model file; HuggingFaceTokenizer: tokenizer.json, or a folder that has one;"
@@ -314,7 +314,7 @@ class CheckpointConfig:
     )
     keep_every: int | None = setting(
         None,
-        help="checkpoints of steps that this divides stay for good, and others go as keep_last says",
+        help="checkpoints of steps that this divides stay for good, and others go as keep_last sets",
         unit="steps",
         aliases=("save-retain-interval",),
         ge=1,
@@ -343,7 +343,7 @@ class LoggingConfig:
     tensorboard_log_interval: int = setting(1, help="TensorBoard: steps between points", unit="steps", ge=1)
     log_timers_to_tensorboard: bool = setting(
         False,
-        help="TensorBoard and metrics file: seconds spent in each part of a step, as timing_log_level says; every"
+        help="TensorBoard and metrics file: seconds spent in each part of a step, as timing_log_level sets; every"
         " log_interval steps",
     )
     log_validation_ppl_to_tensorboard: bool = setting(False, help="TensorBoard: perplexity beside the validation loss")

@@ -110,7 +110,7 @@ def to_yaml(config: RunConfig) -> str:
 def to_annotated_yaml(config: RunConfig, sources: Mapping[str, str], head: Sequence[str]) -> str:
     """Return a YAML text as `to_yaml` does, with the source of each value that is no default beside it.
 
-    config: may have settings without a valid value, of which the text says so.  head: lines above the settings.
+    config: may have settings without a valid value, which the text marks.  head: lines above the settings.
     """
     parts = [SAVED, *(f"# {line}" for line in head)]
     for section, cls in SECTIONS:

@@ -70,7 +70,7 @@ class Corpora:
     data_path: the values of the flag ("PREFIX", or weights and prefixes).  split: "969,30,1".
     own_paths: the values of the flags of splits' own corpora, by the split's name; they replace the two others.
     groups: groups of parts of corpora, by the split's name; they replace all others, and --split.
-    masks: "on" requires a mask of every corpus, "auto" opens those that sidecars tell of, "off" none.
+    masks: "on" requires a mask of every corpus, "auto" opens those that sidecars name, "off" none.
     Raises DataError with the problems of every corpus.
     """
 

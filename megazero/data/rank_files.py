@@ -3,8 +3,8 @@ r"""Reads files of ranks, which tiktoken encodes by, and names the ways in which
 A file of ranks lists byte strings, the tokens: of two neighbours in a word, those become one whose union has the lowest
 rank, until no union is a token.  There are three forms: lines of base64 and rank, as OpenAI and Llama 3 publish them
 (`.tiktoken`); a JSON list of {"rank", "token_bytes", "token_str"}, as Megatron-LM and NeMo read it; and Mistral's JSON
-object (tekken.json), whose "vocab" is such a list, and whose "config" and "special_tokens" say how words are cut and
-which special tokens come before the ranks.  The first two say neither; a *style* does:
+object (tekken.json), whose "vocab" is such a list, and whose "config" and "special_tokens" set how words are cut and
+which special tokens come before the ranks.  The first two have neither; a *style* does:
 
     v1, v2      Megatron-LM's two, of JSON lists: special tokens come first, --tiktoken-num-special-tokens of them
     gpt2        GPT-2's and the like (r50k_base, p50k_base)
@@ -49,7 +49,7 @@ class Style:
 
     words: the alternatives of the regular expression of a word; () for GPT-2's.  leads: True if special tokens come
     before the ranks.  specials: their names by place: from 0, or if they do not lead, from behind the ranks.  size: how
-    many places there are; where special tokens lead, --tiktoken-num-special-tokens says it.  eod: the place of the one
+    many places there are; where special tokens lead, --tiktoken-num-special-tokens sets it.  eod: the place of the one
     that ends a document.
     """
 
@@ -153,10 +153,10 @@ def read_vocabulary(path: Path, content: bytes, style: str | None, num_special_t
     fitting = OF_LISTS if in_list else OF_LINES
     if name not in fitting:
         form = "a JSON list of tokens" if in_list else "lines of base64 and rank"
-        rule = f"{form} is cut into words by one of {', '.join(fitting)}; the file does not say by which"
-        said = f"--tiktoken-pattern {name}" if name else "no --tiktoken-pattern"
+        rule = f"{form} is cut into words by one of {', '.join(fitting)}; the file does not name which"
+        pattern = f"--tiktoken-pattern {name}" if name else "no --tiktoken-pattern"
         legal = ", ".join(f"--tiktoken-pattern {one}" for one in fitting)
-        raise DataError(Problem(f"{said} with {given[2:]}", rule, legal))
+        raise DataError(Problem(f"{pattern} with {given[2:]}", rule, legal))
     chosen = STYLES[name]
     tokens = _of_list(given, content) if in_list else _of_lines(given, content)
     if not chosen.leads:

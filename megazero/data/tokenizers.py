@@ -11,7 +11,7 @@ Every tokenizer has an *end-of-document* id (eod), which preprocessing appends t
                              the tokenizer_config.json beside it, else a token called <|endoftext|>, </s> and so on;
                              signs that the file's template would put around a text are left out
     TikTokenizer             --tokenizer-model: a file of ranks (rank_files.py), whose words are cut as
-                             --tiktoken-pattern says; eod is its </s>, <|endoftext|> or <|end_of_text|>
+                             --tiktoken-pattern names; eod is its </s>, <|endoftext|> or <|end_of_text|>
 """
 
 import hashlib

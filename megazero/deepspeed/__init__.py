@@ -2,7 +2,7 @@
 
     import megazero.deepspeed as deepspeed
 
-`docs/deepspeed.md` says what is there.  Each name is imported from its module when it is first used; a name that is
+`docs/deepspeed.md` lists what is there.  Each name is imported from its module when it is first used; a name that is
 not there raises MissingNameError, with the reason where there is one.
 """
 

@@ -49,7 +49,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how activation checkpoints are kept; the arguments replace what the configuration's section says.
+    """Set how activation checkpoints are kept; the arguments replace what the configuration's section sets.
 
     mpu_: an object like Megatron-LM's mpu, over whose tensor-parallel processes activations are partitioned.
     Raises ConfigError for settings that are illegal or contradict each other, and UsageError for `profile`.

@@ -23,11 +23,11 @@ REASONS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("set_autotp_mode", "tp_model_init"), _TENSORS),
         **dict.fromkeys(
             ("curriculum_scheduler_legacy", "set_custom_curriculum_learning_schedule"),
-            "the length of a step is a function of its number, which engine.curriculum_seqlen tells",
+            "the length of a step is a function of its number, which engine.curriculum_seqlen gives",
         ),
         **dict.fromkeys(
             ("curriculum_learning_enabled", "set_data_post_process_func"),
-            "samples come in the program's own order; engine.curriculum_seqlen tells the length of their rows",
+            "samples come in the program's own order; engine.curriculum_seqlen gives the length of their rows",
         ),
         "MiCS_Init": "parameters are partitioned over all data-parallel ranks",
         "OnDevice": "zero.Init makes a model that no rank could hold; torch.device(...) is a context too",

@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DeepSpeedTensorOverride(Enum):
-    """What `Init` changes in the tensors of the modules made in its block."""
+    """The changes of `Init` to the tensors of the modules made in its block."""
 
     dtype = 1
     device = 2

@@ -228,7 +228,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "deepspeed-activation-checkpointing",
         ),
         (
-            "layers are shared out by what embedding and head cost, or as --pipeline-split says",
+            "layers are shared out by what embedding and head cost, or as --pipeline-split sets",
             "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
         ),
         (
@@ -248,7 +248,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             " tp-comm-overlap-rs-dgrad tp-comm-split-ag tp-comm-split-rs tp-comm-atomic-ag",
         ),
         (
-            "the schedule says when weight gradients are made; --pipeline-schedule zero-bubble puts them off",
+            "the schedule sets when weight gradients are made; --pipeline-schedule zero-bubble puts them off",
             "defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute",
         ),
         (
@@ -260,11 +260,11 @@ ACCEPTED: Mapping[str, str] = _rows(
             "align-grad-reduce no-align-grad-reduce align-param-gather no-align-param-gather",
         ),
         (
-            "buckets are padded to equal slices; --reduce-bucket-size says how large they are",
+            "buckets are padded to equal slices; --reduce-bucket-size sets how large they are",
             "ddp-pad-buckets-for-high-nccl-busbw",
         ),
         (
-            "the average is the same; --prescale-gradients says when gradients are divided",
+            "the average is the same; --prescale-gradients sets when gradients are divided",
             "ddp-average-in-collective",
         ),
         (
@@ -285,7 +285,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "a timer makes no rank wait for another",
             "barrier-with-level-1-timing no-barrier-with-level-1-timing",
         ),
-        ("the console and --metrics-file tell how far a run has come", "log-progress"),
+        ("the console and --metrics-file show how far a run has come", "log-progress"),
         (
             "random numbers are a function of the seed and the sample's number, so there is no state to save or load",
             "no-save-rng no-load-rng",
@@ -305,7 +305,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "log-batch-size-to-tensorboard log-loss-scale-to-tensorboard log-learning-rate-to-tensorboard"
             " log-world-size-to-tensorboard no-log-loss-scale-to-tensorboard no-log-learning-rate-to-tensorboard",
         ),
-        ("torchrun tells a process its local rank", "local-rank"),
+        ("torchrun gives a process its local rank", "local-rank"),
         ("every process writes its own part of a checkpoint", "ckpt-fully-parallel-save use-dist-ckpt"),
         ("checkpoints are the same; the step that saves waits until the files are written", "async-save"),
         (
@@ -360,9 +360,9 @@ ACCEPTED: Mapping[str, str] = _rows(
             "the console is not copied to files; a launcher does that: torchrun's --log-dir, sbatch's --output",
             "structured-logs-dir",
         ),
-        ("training and evaluation read ahead alike, as --num-workers says", "valid-num-workers"),
+        ("training and evaluation read ahead alike, as --num-workers sets", "valid-num-workers"),
         (
-            "layers are shared out by what embedding and head cost, or as --pipeline-split says",
+            "layers are shared out by what embedding and head cost, or as --pipeline-split sets",
             "pp-partition-method",
         ),
     )
@@ -371,7 +371,7 @@ ACCEPTED: Mapping[str, str] = _rows(
 _MODEL = (
     "the model has what --normalization, --swiglu, --squared-relu and --position-embedding-type choose, and no more"
 )
-_SPLIT = "layers are shared out by what embedding and head cost, or as --pipeline-split says"
+_SPLIT = "layers are shared out by what embedding and head cost, or as --pipeline-split sets"
 _RESUMED = "a finished run, started again with --load, only evaluates"
 
 REFUSED: Mapping[str, str] = _rows(
@@ -488,5 +488,5 @@ PREPROCESSING_FIXED: Mapping[str, Fixed] = MappingProxyType(
     {"dataset-impl": Fixed(("mmap",), "corpora are .bin/.idx pairs read by mmap")}
 )
 PREPROCESSING_REFUSED: Mapping[str, str] = _rows(
-    (("a document is one sequence, sentences are not told apart", "split-sentences"),)
+    (("a document is one sequence, sentences are not separated", "split-sentences"),)
 )

@@ -134,7 +134,7 @@ class MegazeroLM(LM):
 
 
 class _Generation(NamedTuple):
-    """How a task generates: the choice of tokens, the most new ones, and the texts that end it."""
+    """A task's way of generating: the choice of tokens, the most new ones, and the texts that end it."""
 
     sampling: Sampling
     length: int

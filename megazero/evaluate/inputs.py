@@ -15,7 +15,7 @@ from megazero.errors import DataError, Problem, raise_problems
 from megazero.files import cannot_read, open_regular, parse_json
 
 _LINES = (".jsonl", ".ndjson", ".json")
-_MOST_PROBLEMS = 10  # of one file that are told
+_MOST_PROBLEMS = 10  # of one file that are printed
 T = TypeVar("T")
 
 

@@ -72,7 +72,7 @@ class Continuation(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """What ends a text; see `Session.generate`."""
+    """The conditions that end a text; see `Session.generate`."""
 
     max_new_tokens: int
     eod: int | None

@@ -230,7 +230,7 @@ def _problems_of_wide_parameters(model: nn.Module, plan: ZeroPlan) -> Iterator[P
 def _warn(config: EngineConfig, batch: BatchSizes, mesh: Mesh, notices: Sequence[str]) -> None:
     """Warn of settings without effect, and report what automatic keys became, once per job.
 
-    notices: what else there is to tell.
+    notices: what else there is to print.
     """
     sums = config.gradient_allreduce_op == "sum"
     alone = moot.on_one_process(config, sums=sums) if mesh.axis("dp").size == 1 else ()

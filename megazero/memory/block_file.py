@@ -207,7 +207,7 @@ class BlockFile:
         self.path = folder / f"{name}.{secrets.token_hex(8)}"
         self.nbytes = aligned(nbytes)
         self._io = io
-        # A file object closes its descriptor, and so frees the space, also when nobody calls `close`.
+        # A file object closes its descriptor, and so frees the space, also when `close` is not called.
         self._file = open(_new_file(self.path), "r+b", buffering=0)  # noqa: SIM115 (lives until close)
         self.is_direct = self._prepare()
         self._blocks: dict[int, _Block] = {}
@@ -294,7 +294,7 @@ class BlockFile:
                 block.transfer = transfer
                 self._io.submit(partial(self._attempt, work, block, part, transfer))
                 num_begun += 1
-        except BaseException as error:  # an interrupt, say: nobody is to wait for blocks that have not begun
+        except BaseException as error:  # an interrupt, say: no thread is to wait for blocks that have not begun
             for _ in blocks[num_begun:]:
                 transfer.end_block(error)
             raise
@@ -307,7 +307,7 @@ class BlockFile:
             work(block, part)
         except BaseException as error:
             failure = error
-        part.release()  # before whoever waits counts the references to the memory
+        part.release()  # before the thread that waits counts the references to the memory
         transfer.end_block(failure)
 
     def _write_block(self, block: _Block, part: memoryview) -> None:

@@ -6,7 +6,7 @@ A state has a file of its own, in blocks; what is updated at once is a block.  A
     in the file --fetch--> being read --view--> in memory --store--> being written --> in the file
 
 `fetch` and `store` only begin to read and write, so that one block is read and another one written while a third is
-used.  A block may also be viewed without either: it comes then, stays as long as somebody refers to its elements, and
+used.  A block may also be viewed without either: it comes then, stays as long as something refers to its elements, and
 is written back, if it has changed, when its buffer is wanted.  As long as no more elements are referred to at once, all
 states together have a constant number of buffers.
 
@@ -49,7 +49,7 @@ class FileSlice(NamedTuple):
         return self.state.fetch(self.within)
 
     def leave(self) -> None:
-        """Let the buffer of the elements' block, which have not changed, be free once nobody refers to them."""
+        """Let the buffer of the elements' block, which have not changed, be free once nothing refers to them."""
         self.state.leave(self.within, ARRIVED)
 
 
@@ -59,7 +59,7 @@ class _Block:
 
     lease: the whole buffer.  buffer: the part of it that the block takes.
     start, stop: elements.  offset: in the file, in bytes.  is_written: whether the file has it; until then it is zeros.
-    references: those to the buffer's memory while nobody refers to the elements.
+    references: those to the buffer's memory while nothing refers to the elements.
     is_wanted: whether it has been fetched, and not been stored since.
     arrival: that of the copies from the buffer to the device.
     """
@@ -143,7 +143,7 @@ class FileState:
         self._states.leave(self._block_at(within), arrival)
 
     def close(self) -> None:
-        """Give the file's space back to the file system; nobody refers to elements, and the state is lost."""
+        """Give the file's space back to the file system; nothing refers to elements, and the state is lost."""
         self._states.discard(self._file, self._blocks)
 
     def _block_at(self, within: slice) -> _Block:
@@ -229,7 +229,7 @@ class FileStates:
 
     def store(self, block: _Block, arrival: Arrival) -> None:
         """Begin to write a block, if it is in memory; its buffer is free once it is written and copies have arrived."""
-        if block not in self._held:  # nobody has used it
+        if block not in self._held:  # it has not been used
             return
         self._wait(block)
         del self._held[block]
@@ -273,7 +273,7 @@ class FileStates:
             raise self._failure
 
     def _hold(self, block: _Block, *, is_read: bool = True) -> None:
-        """Let a block be in a buffer, as the last used one, into which it is being read unless nobody needs that."""
+        """Let a block be in a buffer, as the last used one, into which it is being read unless that is not needed."""
         if block.buffer is None:
             block.lease = self._memory.lease(self._buffer_bytes)
             block.buffer = block.lease[: aligned(block.nbytes)]
@@ -304,7 +304,7 @@ class FileStates:
         return True
 
     def _is_idle(self, block: _Block, *, waits: bool) -> bool:
-        """Return True if nobody needs a block's buffer; waits: until it has been read, which refers to it too."""
+        """Return True if a block's buffer is not needed; waits: until it has been read, which refers to it too."""
         if block.is_wanted:
             return False
         if waits:
@@ -312,7 +312,7 @@ class FileStates:
         return block.is_done and not block.is_referred_to
 
     def _put_back(self, block: _Block) -> None:
-        """Free the buffer of a block to which nobody refers, after it is written if it has changed."""
+        """Free the buffer of a block to which nothing refers, after it is written if it has changed."""
         assert block.buffer is not None
         self._wait(block)  # what could not be read must not be taken for a change
         del self._held[block]

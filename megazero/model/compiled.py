@@ -71,7 +71,7 @@ def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]
 
 
 def is_compiled(choice: str, device: torch.device, *, keeps_ledger: bool = False, cuts_rows: bool = False) -> bool:
-    """Return True if --compile compiles: "on" and "max" do; "auto" on GPUs that have a compiler, unless told not to."""
+    """Return True if --compile compiles: "on" and "max" do; "auto" on GPUs that have a compiler, unless forbidden."""
     can_compile = device.type == "cuda" and not (keeps_ledger or cuts_rows or lacking(device))
     return choice in ("on", "max") or (choice == "auto" and can_compile)
 

@@ -1,4 +1,4 @@
-"""How a parameter divides into matrices, and a run of its elements into blocks of rows and columns.
+"""The division of a parameter into matrices, and of a run of its elements into blocks of rows and columns.
 
 The matrices are those that torch's Adafactor sees: the last two dims of the module's parameter, once for every place in
 the others.  A parameter of one dim or none has no columns: each element is a row.

@@ -1,4 +1,4 @@
-"""Which param group a parameter belongs to, in optimizers that a configuration describes.
+"""The param group that a parameter belongs to, in optimizers that a configuration describes.
 
 The first groups are those without and with weight decay, then those whose learning rate is decoupled, if there are
 any; then each pattern has two, for what does not decay by itself and for what does.

@@ -209,10 +209,10 @@ class AdamWSettings:
 
 
 class OfEngine:
-    """What optimizers have in common whose state the engine keeps: most have the two moments of Adam in its shards.
+    """The common base of optimizers whose state the engine keeps: most have the two moments of Adam in its shards.
 
     groups: the options of the groups, which every update reads; "lr" is read where the update is given no rate.
-    Weight decay applies to parameters whose spec has `decay`, and to those of a pattern that says so.
+    Weight decay applies to parameters whose spec has `decay`, and to those of a pattern with `weight_decay`.
     """
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")

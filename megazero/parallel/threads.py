@@ -33,9 +33,9 @@ def cpu_threads(given: int | None, launch: Launch, environment: Mapping[str, str
     if given is not None:
         return given
     here = _processes_here(launch)
-    said = environment.get("OMP_NUM_THREADS", "")
-    by_torchrun = "TORCHELASTIC_RUN_ID" in environment and said == "1" and here > 1
-    if here == 1 or (said and not by_torchrun):
+    set_by_user = environment.get("OMP_NUM_THREADS", "")
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment and set_by_user == "1" and here > 1
+    if here == 1 or (set_by_user and not by_torchrun):
         return None
     return share_of_cores(launch, environment)
 

@@ -26,7 +26,7 @@ _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _LARGEST_SHARED, _ROUND_SEGMENT = _MIB, 
 
 
 class AllocatorModel(Protocol):
-    """What a planner asks of an allocator."""
+    """The interface of an allocator to a planner."""
 
     needed_peak: int
     reserved_peak: int

@@ -35,7 +35,7 @@ from megazero.planner.measuring import ON_A_GPU, Effort, Meter, Place, kernels_o
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def calibrate(path: Path, launch: Launch, *, device: str = "auto", effort: Effort | None = None) -> None:
@@ -53,7 +53,7 @@ def calibrate(path: Path, launch: Launch, *, device: str = "auto", effort: Effor
         mesh = make_mesh(Topology(dp=launch.world_size), launch.rank, chosen, FusedBuffers(0, chosen))
         place = Place(launch.rank, launch.world_size, chosen, mesh.world)
         effort = effort or (ON_A_GPU if chosen.type == "cuda" else Effort())
-        found = measured(place, effort, name=path.stem, tell=console.line)
+        found = measured(place, effort, name=path.stem, report=console.line)
         if launch.rank == 0:
             _write(path, to_yaml(found))
         console.line(f"written: {path}; megazero plan --hardware {path} ...")
@@ -69,23 +69,23 @@ def _write(path: Path, text: str) -> None:
         raise cannot_write(path, error) from None
 
 
-def measured(place: Place, effort: Effort, *, name: str, tell: Tell) -> Hardware:
+def measured(place: Place, effort: Effort, *, name: str, report: Report) -> Hardware:
     """Return the description of this machine, the same on every process; a collective call of all of them."""
     meter, device = Meter(place, effort), place.device
     torch.manual_seed(0)
-    tell(f"measuring on {place.size} {device.type} processes at once: matrix products")
+    report(f"measuring on {place.size} {device.type} processes at once: matrix products")
     formats = _formats(device)
     matrix = {short: _matrix(meter, dtype) for short, dtype in formats.items()}
-    tell("other kernels")
+    report("other kernels")
     kernels = {kind: _kernels(meter, build) for kind, build in _BUILDERS.items()}
     kernels["attention"] = _attention(meter, next(iter(formats.values())))
     if device.type == "cuda":
         kernels["host"] = constant(_host_rate(meter))
-    tell("the host's share")
+    report("the host's share")
     tiny = torch.zeros(1, device=device)
     kernel_seconds = meter.seconds(lambda: tiny.add_(1)) if device.type == "cuda" else 0.0
     host_seconds = _host_seconds(meter)
-    tell("messages")
+    report("messages")
     inside = link_inside(meter)
     return Hardware(
         name=name,

@@ -32,7 +32,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """What is predicted too much, relative to what was measured."""
+        """The predicted figure's excess over the measured one, relative to that one."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 

@@ -1,4 +1,4 @@
-"""How long a kernel, a message and a copy take on a machine, each by itself.  Pure functions.
+"""The seconds that a kernel, a message and a copy take on a machine, each by itself.  Pure functions.
 
 A kernel takes what its products take at their rate, or what its bytes take at the memory's, whichever is longer (the
 *roofline*, Williams et al. 2009), and never less than the shortest kernel.  A message takes a latency for every hop and
@@ -45,7 +45,7 @@ _ATTENTION_SHARE = 0.55
 
 
 class Kernel(Protocol):
-    """What a cost needs of a kernel; `trace.Operation` has it."""
+    """The properties of a kernel that its cost depends on; `trace.Operation` has it."""
 
     @property
     def name(self) -> str: ...

@@ -123,7 +123,7 @@ class DryJob:
 
 @dataclass(frozen=True, eq=False)
 class PartRecord:
-    """What one part of a dry rank has taken.
+    """The memory, traffic and kernels that one part of a dry rank has taken.
 
     memory: live bytes on the device through the part.  needed, reserved: the most bytes that the device's allocator
     needs, and takes where there is enough (`allocator.py`).  host: bytes in host memory at the part's end, by kind.
@@ -153,7 +153,7 @@ class RankRecord(NamedTuple):
 def dry_tensors(ledger: Ledger | None = None) -> Iterator[None]:
     """Make all tensors hollow inside, and draw no initial values, for which parameters have no memory.
 
-    ledger: the one that counts them, which is told where a storage is resized.
+    ledger: the one that counts them, which is called where a storage is resized.
     """
     hollow = Hollow() if ledger is None else Hollow(ledger.storage_resized)
     with hollow, patch.object(initial_values, "_slices", lambda spec, seed: ()):

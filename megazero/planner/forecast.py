@@ -1,4 +1,4 @@
-"""What a step's time means: tokens a second, MFU, and the days, device-hours and energy of a training.  Pure."""
+"""The figures that follow from a step's time: tokens a second, MFU, and a training's days and energy.  Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Band:
 class Forecast:
     """The forecast of a training of `devices` devices.
 
-    step: its predicted times.  tokens: of one step, of all devices.  total_tokens: of the training, 0 if not told.
+    step: its predicted times.  tokens: of one step, of all devices.  total_tokens: of the training, 0 if not given.
     flops: of a token, in the mathematics of the model (`report.metrics.flops_per_token`).  precision: the number format
     of its products.  unit: what is counted where the model has no tokens: "samples".
     """
@@ -61,7 +61,7 @@ class Forecast:
 
     @property
     def seconds(self) -> Band:
-        """Of the whole training, in steps alone."""
+        """The seconds of the whole training, in steps alone."""
         return self._band(self.total_tokens / self.tokens * self.step.seconds)
 
     @property
@@ -70,7 +70,7 @@ class Forecast:
 
     @property
     def kilowatt_hours(self) -> Band:
-        """At the watts that the machine has at the most."""
+        """The energy of the whole training, at the watts that the machine takes at the most."""
         return self._times(self.device_hours, self.hardware.watts / 1000)
 
     def _band(self, value: float) -> Band:
@@ -90,8 +90,8 @@ class Forecast:
         training = {"seconds": self.seconds, "device_hours": self.device_hours, "kilowatt_hours": self.kilowatt_hours}
         figures |= training if self.total_tokens else {}
         found: dict[str, Any] = {name: [band.value, band.low, band.high] for name, band in figures.items()}
-        told = {self.unit: self.tokens, f"total_{self.unit}": self.total_tokens, "binding": self.step.binding}
-        return {**found, **told, "shares": self.step.shares(), "parts_seconds": self.step.parts()}
+        whole = {self.unit: self.tokens, f"total_{self.unit}": self.total_tokens, "binding": self.step.binding}
+        return {**found, **whole, "shares": self.step.shares(), "parts_seconds": self.step.parts()}
 
     def lines(self) -> Iterator[str]:
         """Yield the forecast as text, a figure a line."""

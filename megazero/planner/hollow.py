@@ -2,8 +2,8 @@
 
 In a `Hollow` context operations make tensors with a shape, a storage and an address, and without values.  What only
 looks at storages or makes views runs as it always does, so that views, sizes and addresses are those of real tensors.
-What would compute is not run: for every operator and form of its arguments torch's fake tensors say once what comes out
-(`FakeTensorMode`), and from then on a call makes that and no more.  Single elements of real tensors, such as the number
+What would compute is not run: for every operator and form of its arguments torch's fake tensors show once what comes
+out (`FakeTensorMode`), and from then on a call makes that alone.  Single elements of real tensors, such as the number
 of steps that `torch.tensor` has made, are computed.
 
 Addresses are of a range that is reserved in a process and never written, so that a storage may have terabytes.  It
@@ -57,7 +57,7 @@ class _Form(NamedTuple):
 
 
 class _Manner(NamedTuple):
-    """How an operator is run.
+    """The way in which an operator is run.
 
     is_run: it makes views or a tensor of others, changes what a tensor looks like, or has no tensors; it runs as it is.
     grows: that may need more bytes.  needs_values: it runs where none of its tensors is hollow.  given: the arguments
@@ -253,7 +253,7 @@ def _pages(nbytes: int) -> int:
 
 
 def _manner(func: Any) -> _Manner:
-    """Return how an operator is run, by what its schema says of its arguments' memory."""
+    """Return how an operator is run, by what its schema declares of its arguments' memory."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     aliases = [result.alias_info for result in schema.returns]

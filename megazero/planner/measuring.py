@@ -15,7 +15,7 @@ from megazero.planner.trace import Operation
 
 @dataclass(frozen=True)
 class Effort:
-    """How long and how far to measure.
+    """The repetitions and sizes of measurements.
 
     A repetition is longer than the turns that the system gives to processes which share a core.
 

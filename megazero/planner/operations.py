@@ -1,4 +1,4 @@
-"""What an operator call is to a machine: a kernel with its floating-point operations and bytes, or nothing at all."""
+"""The cost of an operator call: a kernel with its floating-point operations and bytes, or nothing at all."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,7 +44,7 @@ _OVERWRITING = frozenset(
 
 
 class _Kind(NamedTuple):
-    """What an operator's schema says: whether it only makes views, and which arguments it writes to."""
+    """The part of an operator's schema that costs depend on: whether it only makes views, and what it writes to."""
 
     name: str
     has_kernel: bool

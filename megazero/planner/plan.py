@@ -1,4 +1,4 @@
-"""What a job would take on a machine: its ranks that differ, run dry, against the memory that there is."""
+"""The memory and time of a job on a machine: its ranks that differ, run dry, against the memory that there is."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -89,7 +89,7 @@ class JobPlan:
         return Need(record.memory.peak_bytes, record.needed, sum(constants(self.hardware, rank).values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything that the plan says, in bytes."""
+        """Return everything that is in the plan, in bytes."""
         binding, part = self.binding
         return {
             "hardware": self.hardware.name,

@@ -1,4 +1,4 @@
-"""From a job's trace and a machine to the timeline of a step: what every pipeline stage does, with its seconds.  Pure.
+"""The timeline of a step, from a job's trace and a machine: what every pipeline stage does, with its seconds.  Pure.
 
 A stage without a trace of its own does what the middle one does, in the order of its own schedule: the middle stage's
 events are cut where a pipeline action begins, and the pieces are put into the other order.
@@ -96,7 +96,7 @@ class StepTime:
 
     @property
     def binding(self) -> str:
-        """What takes the largest share."""
+        """The part that takes the largest share."""
         return next(iter(self.shares()), "nothing")
 
 
@@ -231,7 +231,7 @@ def _phase_of(event: Event) -> Phase:
 
 
 class _Piece(NamedTuple):
-    """What one action has: the receive of its input and the wait for it, if it has one, and all else."""
+    """The events of one action: the receive of its input and the wait for it, if it has one, and all else."""
 
     receive: list[_Item]
     wait: list[_Item]
@@ -239,7 +239,7 @@ class _Piece(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """What a stage has before its first action, in each action, and behind the last one."""
+    """The events of a stage before its first action, in each action, and behind the last one."""
 
     before: list[_Item]
     actions: dict[_Action, _Piece]

@@ -77,7 +77,7 @@ Step = Work | HostWork | Send | Wait | Enter
 
 
 class Span(NamedTuple):
-    """What a stage's device, or a channel, does from `start` to `end`; lane: "device" or the channel."""
+    """The work of a stage's device, or of a channel, from `start` to `end`; lane: "device" or the channel."""
 
     lane: str
     name: str

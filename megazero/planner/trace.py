@@ -9,7 +9,7 @@ A *dry* rank runs the real code on tensors without values, over process groups t
     evaluation   one global batch of held-out text, if the run evaluates
     save         a checkpoint, as far as it is copied and sent
 
-Events say what happens, never how long it takes; a time model adds that.  What the order of events means:
+Events record what happens, never how long it takes; a time model adds that.  What the order of events means:
 
     Compute      a kernel.  Those of one home run one after the other: on "device" in the order of the trace, on the
                  current stream; on "host", where offloaded state is updated, the host itself computes before it goes

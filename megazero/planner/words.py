@@ -86,7 +86,9 @@ def split_words(words: Sequence[str]) -> Words:
             raise ConfigError(Problem(f"{name} {values[name]}", "this flag is for a page of a run", "--format html"))
     if "--without-nodes" in values and not is_advice:
         given = f"--without-nodes {values['--without-nodes']}"
-        raise ConfigError(Problem(given, "it tells an advisor how many nodes are gone", f"--advise {given}"))
+        raise ConfigError(
+            Problem(given, "it is the number of nodes that are gone, for an advisor", f"--advise {given}")
+        )
     if is_advice and (
         others := [name for name in ("--compare", "--calibrate") if name in values] + ["--paper"] * is_paper
     ):
@@ -108,7 +110,7 @@ def nodes_of(values: dict[str, str], hardware: Hardware) -> Nodes:
     given = {name: values[name] for name in ("--nodes", "--world-size") if name in values}
     if len(given) == 2:
         shown = " and ".join(f"{name} {value}" for name, value in given.items())
-        raise ConfigError(Problem(shown, "one of them tells the size of the job", "--nodes N, --world-size N"))
+        raise ConfigError(Problem(shown, "one of them sets the size of the job", "--nodes N, --world-size N"))
     for name, value in given.items():
         if not (value.isascii() and value.isdecimal() and 0 < int(value) <= 1 << 20):
             raise ConfigError(Problem(f"{name} {value}", "a job has a whole number of them, at least 1", f"{name} 16"))

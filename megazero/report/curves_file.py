@@ -1,7 +1,7 @@
 """Writes the curves of every run that saves, `curves.jsonl` below --save, which its page is made of.
 
 Its lines are those of the metrics file (`metrics_file.py`), at log intervals only: a *step line* has the means over the
-steps since the line before, and says how many they are; an evaluation has its line; and a *ranks line*,
+steps since the line before, and with their number; an evaluation has its line; and a *ranks line*,
 {"iteration": ..., "ranks": [...]}, has every rank's memory and traffic when a checkpoint was saved, since all ranks
 meet there anyway.  So it costs a step nothing.
 
@@ -37,7 +37,7 @@ _MEANS = ("loss", "step_seconds", "tokens_per_second", "tflops_per_device", "dat
 class CurvesFile:
     """A writer of the curves; a resumed run continues at its checkpoint's iteration, as in `MetricsFile`.
 
-    A file that cannot be written never ends a run: `say` gets one line, and training goes on without it.
+    A file that cannot be written never ends a run: `report` gets one line, and training goes on without it.
     earlier: the curves beside the checkpoint that is resumed, whose lines of the same run this file begins with; None
     if the file itself has them.
     most_bytes, lines: the size at which it is thinned, and how many lines steps are spread over then.
@@ -49,14 +49,14 @@ class CurvesFile:
         *,
         log_interval: int,
         train_iters: int,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         resumed_iteration: int = 0,
         run: str = "",
         earlier: Path | None = None,
         most_bytes: int = MOST_BYTES,
         lines: int = _LINES,
     ) -> None:
-        self._path, self._run, self._say = path, run, say
+        self._path, self._run, self._report = path, run, report
         self._every, self._train_iters = log_interval, train_iters
         self._steps: list[StepMetrics] = []
         self._first = True
@@ -121,7 +121,7 @@ class CurvesFile:
             act()
         except OSError as error:
             self._works = False
-            self._say(cannot_go_on(self._path, error, "curves"))
+            self._report(cannot_go_on(self._path, error, "curves"))
 
 
 def _mean_record(steps: Sequence[StepMetrics]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def step_memory(figures: AllocatorFigures) -> StepMemory:
 
 
 def closing_line(later: StepMemory, first: StepMemory, ledger_peak: int) -> str:
-    """Say what each figure is.  later: the memory since the first step.  ledger_peak: 0 without a ledger."""
+    """Return a line with all figures.  later: the memory since the first step.  ledger_peak: 0 without a ledger."""
     beside = f" (the ledger's, of tensors alone, {format_bytes(ledger_peak)})" if ledger_peak else ""
     return (
         f"device memory: allocator's peak {format_bytes(later.peak_bytes)}{beside},"

@@ -38,7 +38,7 @@ class History:
 
 @dataclass
 class _Notes:
-    """What is kept of the records that have been read."""
+    """The parts that are kept of the records that have been read."""
 
     steps: list[tuple[float, ...]] = field(default_factory=list)
     peaks: list[tuple[int, float]] = field(default_factory=list)

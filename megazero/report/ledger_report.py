@@ -66,7 +66,7 @@ class LedgerReport:
     """Reports of a rank's ledger: figures of every step, a picture of the second and of every `interval`-th.
 
     ledger: `NullLedger()` for a run without a ledger.  folder: the folder for pictures; None for no pictures.
-    run: what the pictures' titles say of the run.
+    run: what the pictures' titles have of the run.
     Raises DataError when a picture can't be written.
     """
 

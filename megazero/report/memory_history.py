@@ -25,9 +25,9 @@ class MemoryHistory:
         _record(max_entries=MAX_ENTRIES, stacks="python")
 
     def close(self) -> str:
-        """Write the snapshot and record no more; return a line that says so.
+        """Write the snapshot and record no more; return a line about it.
 
-        One that cannot be written ends no run: standard error says so, on any rank.
+        One that cannot be written ends no run: standard error has a line about it, on any rank.
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ class StepMetrics:
     data_wait_seconds: the time that this process waited for its batch.
     statistics: figures of weights, moments and gradients by name (`megazero.zero.statistics`), where they were taken.
     pipeline_idle_share: the idle part of the pipeline stages' time in a step that was traced, 0 to 1; else None.
-    seq_length: the tokens of the step's rows, which a curriculum cuts; None where they are not told.
+    seq_length: the tokens of the step's rows, which a curriculum cuts; None where they are not reported.
     """
 
     iteration: int

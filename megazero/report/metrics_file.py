@@ -28,7 +28,7 @@ class MetricsFile:
     Every line is flushed, so a reader never waits for the next.  Opening the file drops the lines after
     `resumed_iteration`, whose steps a resumed run repeats, and a last line that a killed run left unfinished; with 0 it
     starts over.  run: the id of the run, "" for none.  Raises `ConfigError` when the file cannot be written, is not a
-    metrics file, or would go on with that of another run.  Later on a full disk, say, ends no run: `say` gets a line,
+    metrics file, or would go on with that of another run.  Later on a full disk, say, ends no run: `report` gets one,
     and training goes on without the file.  has_timers: True writes the times of parts at log intervals.
     """
 
@@ -39,10 +39,10 @@ class MetricsFile:
         resumed_iteration: int = 0,
         has_timers: bool = False,
         run: str = "",
-        say: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
         self._has_timers = has_timers
-        self._path, self._run, self._say = path, run, say
+        self._path, self._run, self._report = path, run, report
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_fifo():  # opening it would wait for a program that reads
@@ -74,7 +74,7 @@ class MetricsFile:
         """The steps of log intervals have their ranks' figures."""
 
     def flush(self) -> None:
-        """Nothing is held back: every line is flushed as it is written."""
+        """Do nothing: every line is flushed as it is written."""
 
     def close(self) -> None:
         if not self._file.closed:
@@ -91,7 +91,7 @@ class MetricsFile:
         except OSError as error:
             with suppress(OSError):  # what is buffered is written once more
                 self._file.close()
-            self._say(cannot_go_on(self._path, error, "it"))
+            self._report(cannot_go_on(self._path, error, "it"))
 
 
 def cannot_go_on(path: Path, error: OSError, without: str) -> str:

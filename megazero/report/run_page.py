@@ -45,7 +45,7 @@ summary { cursor: pointer; color: var(--soft); }
 
 @dataclass(frozen=True)
 class RunStory:
-    """What the page shows of a run; what is missing is left out.
+    """The parts of a run that the page shows; what is missing is left out.
 
     history: None where no figures are known.  events: the journal's, each with `time` and `event`.  layout: the
     drawing's lines.  places: the topology and the nodes, for a picture.  configuration: the YAML file.

@@ -55,13 +55,13 @@ class StepProfile:
         self._profiler.start()
 
     def end_step(self, iteration: int) -> str:
-        """Stop after the last step that is profiled; return a line that says so, "" after all others."""
+        """Stop after the last step that is profiled; return a line about it, "" after all others."""
         return self.close() if self._is_on and iteration == self._last else ""
 
     def close(self) -> str:
-        """Stop if steps are being profiled, and write their trace and the history of memory; return lines that say so.
+        """Stop if steps are being profiled, and write their trace and the history of memory; return lines about it.
 
-        A GPU is waited for.  A trace that cannot be written ends no run: standard error says so, on any rank.
+        A GPU is waited for.  A trace that cannot be written ends no run: standard error has a line, on any rank.
         """
         if not self._is_on:
             return ""

@@ -7,7 +7,7 @@ compared with what it took in the first steps itself, at the pace that the other
 it has taken over 1.3 times as long in 20 steps in a row, and no longer slow once it has not in 20 in a row.
 
 Ranks exchange their times at log intervals only, at most once in 20 steps.  On a GPU the host does not wait where the
-device does, so that it cannot tell own time from waiting, and nothing is exchanged.
+device does, so that it cannot separate own time from waiting, and nothing is exchanged.
 """
 
 import socket

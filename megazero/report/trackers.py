@@ -1,9 +1,9 @@
 """Trackers of experiments, which get a training's figures by name: TensorBoard, Weights & Biases, MLflow.
 
 A tracker exists on rank 0 only, and never communicates with another rank or the device.  Weights & Biases and MLflow
-are optional packages.  What either does beyond this machine is its own matter, as its variables of the environment say
+are optional packages.  What either does beyond this machine is its own matter, by its variables of the environment
 (`WANDB_MODE=offline` writes a folder alone); MLflow writes to a database in a folder unless it is given a server, and
-its telemetry is off unless MLFLOW_DISABLE_TELEMETRY says otherwise.
+its telemetry is off unless MLFLOW_DISABLE_TELEMETRY is false.
 """
 
 import math
@@ -111,7 +111,7 @@ class WeightsAndBiases:
         self._run.log({"iteration": picture.iteration, f"pictures/{picture.title}": self._html(picture.svg)})
 
     def flush(self) -> None:
-        """Nothing is held back: a process of its own writes."""
+        """Do nothing: a process of its own writes."""
 
     def close(self) -> None:
         self._run.finish()
@@ -159,7 +159,7 @@ class Mlflow:
         self._client.log_text(self._run, picture.svg, f"pictures/{picture.title}-{picture.iteration}.svg")
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: each figure is sent as it comes."""
 
     def close(self) -> None:
         if self._is_open:
@@ -170,10 +170,10 @@ class Mlflow:
 class Tolerated:
     """A tracker whose failure ends no training: its first failure is printed, and nothing more is written to it."""
 
-    def __init__(self, name: str, open_tracker: Callable[[], Tracker], tell: Callable[[str], None]) -> None:
-        """tell: prints a line.  A tracker that cannot be opened has failed already."""
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker], report: Callable[[str], None]) -> None:
+        """report: prints a line.  A tracker that cannot be opened has failed already."""
         self._name = name
-        self._tell = tell
+        self._report = report
         self._tracker: Tracker | None = None
         try:
             self._tracker = open_tracker()
@@ -205,24 +205,24 @@ class Tolerated:
 
     def _fail(self, error: Exception) -> None:
         self._tracker = None
-        self._tell(f"{self._name} has failed, and gets nothing more: {first_line(error)}")
+        self._report(f"{self._name} has failed, and gets nothing more: {first_line(error)}")
 
 
 def open_trackers(
-    config: ReportConfig, *, folder: Path | None, settings: Mapping[str, Any], tell: Callable[[str], None]
+    config: ReportConfig, *, folder: Path | None, settings: Mapping[str, Any], report: Callable[[str], None]
 ) -> Sequence[Tracker]:
     """Return the trackers that the configuration names, besides TensorBoard.
 
     folder: of the training's files, below which theirs lie; None: below the present one.
-    settings: the configuration by name.  tell: prints a line.
+    settings: the configuration by name.  report: prints a line.
     """
     trackers: list[Tracker] = []
     if config.wandb_project is not None:
         place = config.wandb_save_dir or (Path() if folder is None else folder)
-        trackers.append(Tolerated("Weights & Biases", lambda: WeightsAndBiases(config, place, settings), tell))
+        trackers.append(Tolerated("Weights & Biases", lambda: WeightsAndBiases(config, place, settings), report))
     if config.mlflow_experiment is not None:
         store = (folder or Path()) / "mlflow"
-        trackers.append(Tolerated("MLflow", lambda: Mlflow(config, store, settings), tell))
+        trackers.append(Tolerated("MLflow", lambda: Mlflow(config, store, settings), report))
     return trackers
 
 

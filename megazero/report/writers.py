@@ -336,7 +336,7 @@ def open_writers(
                 resumed_iteration=resumed_iteration,
                 has_timers=config.log_timers_to_tensorboard,
                 run=run,
-                say=console.line,
+                report=console.line,
             )
         )
     if curves is not None:
@@ -348,7 +348,7 @@ def open_writers(
                 resumed_iteration=resumed_iteration,
                 run=run,
                 earlier=earlier_curves,
-                say=console.line,
+                report=console.line,
             )
         )
     tracked: list[Tracker] = []

@@ -622,7 +622,7 @@ def _has_special_tokens_behind(config: RunConfig) -> str:
     data = config.data
     if data.tokenizer_type != "TikTokenizer" or data.tiktoken_pattern in (None, "v1", "v2"):
         return ""
-    return f"--tiktoken-pattern {data.tiktoken_pattern} says how many special tokens there are"
+    return f"--tiktoken-pattern {data.tiktoken_pattern} sets how many special tokens there are"
 
 
 def _no_ledger_is_read(config: RunConfig) -> str:
@@ -654,7 +654,7 @@ RUN: tuple[Row[RunConfig], ...] = (
     ),
     Row(
         ("make_vocab_size_divisible_by",),
-        lambda c: "" if c.model.pad_vocab_size_to is None else "--pad-vocab-size-to says how far it is padded",
+        lambda c: "" if c.model.pad_vocab_size_to is None else "--pad-vocab-size-to sets how far it is padded",
     ),
     Row(
         ("rope_scaling_factor",),
@@ -954,7 +954,7 @@ RUN: tuple[Row[RunConfig], ...] = (
     Row(
         ("record_memory_history",),
         lambda c: (
-            "only a GPU's allocator records one; on CPUs the ledger (--ledger --ledger-dir DIR) tells what lives in"
+            "only a GPU's allocator records one; on CPUs the ledger (--ledger --ledger-dir DIR) lists what lives in"
             " memory"
             if c.parallel.device == "cpu"
             else ""

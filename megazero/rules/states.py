@@ -159,7 +159,7 @@ def late_updates_have_their_gradients(zero: ZeroConfig, precision: PrecisionConf
 def late_updates_need_no_norms(optimizer: str, named: str, zero: ZeroConfig, spell: Spell) -> Iterator[Problem]:
     """Yield the problem of an optimizer that cannot update beside the next step.
 
-    optimizer: by its name in the table.  named: as the user says it.
+    optimizer: by its name in the table.  named: as the user names it.
     """
     if zero.delayed_parameter_update and OPTIMIZERS[optimizer].measures:
         given = f"{spell('delayed_parameter_update')} with {named}"

@@ -11,7 +11,7 @@ _CAPABILITY = (8, 0)  # of GPUs with TF32 products
 
 
 def use_tf32(precision: PrecisionConfig, device: torch.device, *, given: str = "--tf32") -> Iterator[str]:
-    """Let fp32 products of this process be TF32's if the settings say so; yield notices for the user.
+    """Let fp32 products of this process be TF32's if the settings allow it; yield notices for the user.
 
     Without the setting nothing is changed: torch's default is exact, and the user's program may have decided otherwise.
     given: the setting as messages name it.  Raises ConfigError where the device has no TF32.

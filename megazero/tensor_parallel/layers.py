@@ -395,13 +395,13 @@ class _ColumnLinears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         linears, border = ctx.linears, ctx.linears[0].border
-        wants_x, _, *wants = ctx.needs_input_grad
-        wants_weight, wants_bias = wants[::2], wants[1::2]
-        makes_weight = [wanted and linear.defer is None for wanted, linear in zip(wants_weight, linears, strict=True)]
+        needs_x, _, *needs = ctx.needs_input_grad
+        needs_weight, needs_bias = needs[::2], needs[1::2]
+        makes_weight = [wanted and linear.defer is None for wanted, linear in zip(needs_weight, linears, strict=True)]
         rows = [_rows(grad) for grad in grads]
         gathering = border.gather(_rows(x)) if any(makes_weight) else None
         reduced = partial_x = None
-        if wants_x:
+        if needs_x:
             for linear, weight, grad in zip(linears, weights, rows, strict=True):
                 product = linear.products.input_gradient(grad, weight)  # [n, in]
                 partial_x = product if partial_x is None else partial_x.add_(product)
@@ -413,9 +413,9 @@ class _ColumnLinears(torch.autograd.Function):
             grad_weight = None
             if whole is not None and makes_weight[index]:
                 grad_weight = linear.weight_gradient(grad, whole)
-            elif wants_weight[index]:
+            elif needs_weight[index]:
                 linear.defer(partial(_late_weight_gradient, linear, grad, x))
-            found += [grad_weight, grad.sum(0) if wants_bias[index] else None]
+            found += [grad_weight, grad.sum(0) if needs_bias[index] else None]
         grad_x = None if reduced is None else reduced.wait().view_as(x)
         return grad_x, None, *found
 
@@ -471,15 +471,15 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         linear, rows = ctx.linear, _rows(grad)
-        _, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         whole = linear.border.gather(rows).wait()
         grad_x, inner = ctx.activation.backward(linear.products.input_gradient(whole, weight), _rows(x))
         grad_weight = None
         if linear.defer is not None:
             linear.defer(lambda: linear.weight_gradient(linear.border.gather(rows).wait(), inner))
-        elif wants_weight:
+        elif needs_weight:
             grad_weight = linear.weight_gradient(whole, inner)
-        return grad_x.view_as(x), grad_weight, rows.sum(0) if wants_bias else None, None, None
+        return grad_x.view_as(x), grad_weight, rows.sum(0) if needs_bias else None, None, None
 
 
 _activated_linear: Callable[..., Tensor] = _ActivatedLinear.apply

@@ -467,7 +467,7 @@ def _assemble_on(
     padded = derived.vocab_rows(config, inputs.vocab_size)
     drawing = draw_layout(mesh.topology, launch.nodes)
     if launch.world_size > 1 and not launch.ranks_per_node:
-        console.line("the launcher doesn't say which rank is on which node (LOCAL_WORLD_SIZE): all are taken for one")
+        console.line("the launcher doesn't set which rank is on which node (LOCAL_WORLD_SIZE): all are taken for one")
     stages = describe_stages(config, padded)
     for line in (*(drawing if launch.world_size > 1 else ()), *stages):
         console.line(line)
@@ -492,7 +492,7 @@ def _assemble_on(
     if config.logging.record_memory_history and mesh.device.type == "cpu":
         console.line(
             "--record-memory-history: moot here, because only a GPU's allocator records one; on CPUs the ledger"
-            " (--ledger --ledger-dir DIR) tells what lives in memory"
+            " (--ledger --ledger-dir DIR) lists what lives in memory"
         )
     if notice := missing_statistics(config):
         console.line(notice)
@@ -601,7 +601,7 @@ def _takes_weights_only(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class _Resumed:
-    """What a start takes from a checkpoint.
+    """The state that a start takes from a checkpoint.
 
     fallback: the lines on newer ones that are damaged, and passed over.  place: that in the corpora; None without one.
     """

@@ -69,7 +69,7 @@ class Reporting:
     """The writers of figures, and the constants that turn counts into rates.
 
     gathers_ranks: True if a writer needs every rank's figures, at log intervals.  cuts_rows: True if steps have rows of
-    different lengths, which are told.
+    different lengths, which are reported.
     statistics: those taken every log_interval steps, and of the first and the last step.
     opening, closing: lines on this rank's memory, printed before the first step and after the last.
     """
@@ -162,7 +162,7 @@ def train(run: Run) -> str:
 
 
 def _leave_page(run: Run) -> None:
-    """Write the run's page, on rank 0 of a run that saves; say that there is none if it does not."""
+    """Write the run's page, on rank 0 of a run that saves; print that there is none if it does not."""
     if run.saver is None:
         run.reporting.console.line("no checkpoint and no page of this run: they are kept below --save DIR")
     elif run.context.mesh.rank == 0:

@@ -141,7 +141,7 @@ def make_reporting(
         resumed_iteration=state.iteration,
         times_parts=config.reports.timing_log_level > 0,
         trackers=lambda: open_trackers(
-            config.reports, folder=config.checkpoint.save, settings=flattened(config), tell=console.line
+            config.reports, folder=config.checkpoint.save, settings=flattened(config), report=console.line
         ),
         texts={title: as_markdown(lines) for title, lines in texts.items()},
         curves=None if config.checkpoint.save is None else config.checkpoint.save / CURVES,

@@ -256,7 +256,7 @@ class Engine:
         )
         writable = self._parameters if settings.serves_user_code else {}
         self.written = WrittenParameters(model, writable, self._shards, mesh)
-        """What the user has done to the parameters since the last step."""
+        """The changes that the user has made to the parameters since the last step."""
         self.stopped = torch.zeros((), dtype=torch.float64, device=mesh.device)
         """1 from the first step whose figures were not finite, where that ends the training: later ones change nothing,
         because a GPU may have begun them before the host reads that step's figures."""
@@ -569,7 +569,7 @@ class Engine:
 
     @property
     def optimizer_shape(self) -> OptimizerShape:
-        """What formulas need of the optimizer."""
+        """The optimizer's properties that formulas need."""
         inner, averages, passes = self.settings.optimizer, 0, 0
         if isinstance(inner, MeasuringOptimizer):
             averages, passes = sum(tensor.numel() for tensor in inner.own_memory), inner.num_passes

@@ -244,7 +244,7 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
 
 
 class OptimizerShape(NamedTuple):
-    """What formulas need of an optimizer; the default is Adam's.
+    """The properties of an optimizer that formulas need; the default is Adam's.
 
     num_moments: the values that it keeps for every element beside the master weights.
     num_averages: those that it keeps of rows and columns, of all parameters that a rank has elements of.

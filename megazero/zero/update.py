@@ -75,7 +75,7 @@ class _HomeStep(NamedTuple):
 
 
 class OptimizerNumbers(NamedTuple):
-    """What an optimizer keeps beside its elements' state, such as a count of steps; None for what has no state yet.
+    """An optimizer's values beside its elements' state, such as a count of steps; None for what has no state yet.
 
     groups: by param group.  parameters: by the names of parameters whose numbers may differ from their group's, as
     steps have left them alone; for an optimizer whose moments lie in the shards, their own "step".
@@ -446,7 +446,7 @@ class ShardUpdate:
     def _count_left(self) -> None:
         """Count a sub-group in files that this pass over them is done with."""
         self._num_updated += 1
-        # One that found no buffer to be fetched to has come all the same; after its update nobody wants it.
+        # One that found no buffer to be fetched to has come all the same; after its update it has no use.
         self._num_fetched = max(self._num_fetched, self._num_updated)
         if self._num_updated == len(self._sub_groups_in_files):
             self._num_fetched = self._num_updated = 0

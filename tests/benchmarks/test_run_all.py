@@ -1,6 +1,6 @@
 """Tests of running all benchmarks: the parts, their shares of the time, and how a part that is too slow is ended."""
 
-import time
+import fcntl
 from pathlib import Path
 
 import compare
@@ -55,12 +55,20 @@ def test_names_of_devices_in_names_of_files(name: str, expected: str) -> None:
 
 
 def test_a_program_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    program = tmp_path / "slow.py"
-    child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(tmp_path / 'late')!r}).touch()"
+    """The child holds a lock, which the test gets as soon as the child has ended."""
+    program, lock, late = tmp_path / "slow.py", tmp_path / "lock", tmp_path / "late"
+    child = (
+        "import fcntl, pathlib, time\n"
+        f"with open({str(lock)!r}, 'w') as held:\n"
+        "    fcntl.flock(held, fcntl.LOCK_EX)\n"
+        "    time.sleep(20)\n"
+        f"    pathlib.Path({str(late)!r}).touch()\n"
+    )
     program.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])\n")
     assert run([str(program)], 1.0) is None
-    time.sleep(3)
-    assert not (tmp_path / "late").exists()
+    with lock.open("w") as taken:
+        fcntl.flock(taken, fcntl.LOCK_EX)
+    assert not late.exists()
     program.write_text("raise SystemExit(3)\n")
     assert run([str(program)], 30.0) == 3
 

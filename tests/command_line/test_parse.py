@@ -227,7 +227,7 @@ def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
     ("flags", "given", "rule"),
     [
         ("--mup", "--mup", "and no more"),
-        ("--decoder-first-pipeline-num-layers 3", "--decoder-first-pipeline-num-layers 3", "as --pipeline-split says"),
+        ("--decoder-first-pipeline-num-layers 3", "--decoder-first-pipeline-num-layers 3", "as --pipeline-split sets"),
         (
             "--num-virtual-stages-per-pipeline-rank 2",
             "--num-virtual-stages-per-pipeline-rank 2",

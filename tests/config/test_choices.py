@@ -168,7 +168,7 @@ def test_an_automatic_peak_is_the_optimizers_rate() -> None:
     ("name", "params", "given", "rule"),
     [
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "scheduler.params.lr_range_test_step_size: 0", "at least 1"),
-        ("OneCycle", {"cycle_max_lr": 0.1}, "scheduler.params.cycle_min_lr is missing", "nobody else knows"),
+        ("OneCycle", {"cycle_max_lr": 0.1}, "scheduler.params.cycle_min_lr is missing", "is in no other setting"),
         (
             "OneCycle",
             {"cycle_min_lr": 0.2, "cycle_max_lr": 0.1},
@@ -188,15 +188,15 @@ def test_an_automatic_peak_is_the_optimizers_rate() -> None:
             "less than 1",
         ),
         ("CosineAnnealingLR", {}, 'scheduler.type: "CosineAnnealingLR"', "nothing of this name"),
-        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps is missing", "nobody else knows"),
-        ("WarmupCosineLR", {"total_num_steps": "auto"}, 'scheduler.params.total_num_steps: "auto"', "nobody else"),
+        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps is missing", "is in no other setting"),
+        ("WarmupCosineLR", {"total_num_steps": "auto"}, 'scheduler.params.total_num_steps: "auto"', "no other setting"),
         ("WarmupDecayLR", {"total_num_steps": 0}, "scheduler.params.total_num_steps: 0", "at least 1"),
         ("WarmupDecayLR", {"total_num_steps": 999}, "scheduler.params.total_num_steps: 999 with warmup", "ends after"),
         ("WarmupLR", {"total_num_steps": 9}, "scheduler.params.total_num_steps: 9", "no key of this name"),
         ("WarmupLR", {"warmup_type": "cubic"}, 'scheduler.params.warmup_type: "cubic"', "one of log, linear"),
         ("WarmupLR", {"warmup_num_steps": 0.5}, "scheduler.params.warmup_num_steps: 0.5", "whole number"),
         ("WarmupLR", {"warmup_min_lr": 0.002}, "scheduler.params.warmup_min_lr: 0.002 with", "does not fall"),
-        ("cosine", {}, "scheduler.params.lr_decay_iters is missing", "nobody else knows"),
+        ("cosine", {}, "scheduler.params.lr_decay_iters is missing", "is in no other setting"),
         (
             "linear",
             {"lr_decay_iters": 9, "lr_warmup_iters": 9},

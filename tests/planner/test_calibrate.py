@@ -22,7 +22,7 @@ LEAST = Effort(0.0001, 1, sizes=(16, 32), lengths=(16,), messages=(1 << 10, 1 <<
 
 def described(rank: int) -> str:
     place = Place(rank, 2, CPU, mesh_in_worker(rank, dp=2).world)
-    return to_yaml(measured(place, LEAST, name="here", tell=lambda line: None))
+    return to_yaml(measured(place, LEAST, name="here", report=lambda line: None))
 
 
 @pytest.mark.gloo

@@ -136,7 +136,7 @@ def test_a_long_run_stays_within_its_bytes(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").mkdir()
     said: list[str] = []
-    file = open_file(tmp_path, say=said.append)
+    file = open_file(tmp_path, report=said.append)
     for iteration in range(1, 8):
         file.step(make_step(iteration), [])
     file.close()

@@ -219,7 +219,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device without room is Linux's")
 def test_a_full_disk_ends_no_run(tmp_path: Path) -> None:
     path, said = tmp_path / "m.jsonl", list[str]()
-    file = MetricsFile(path, say=said.append)
+    file = MetricsFile(path, report=said.append)
     file.step(step(1), [])
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, file._file.fileno())

@@ -105,7 +105,7 @@ def test_it_is_found_before_processes_meet(door: str, monkeypatch: pytest.Monkey
 
 
 def test_without_a_name_no_tracker_is_opened(tmp_path: Path) -> None:
-    assert list(open_trackers(ReportConfig(), folder=tmp_path, settings={}, tell=print)) == []
+    assert list(open_trackers(ReportConfig(), folder=tmp_path, settings={}, report=print)) == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,7 +31,7 @@ _MAX_SHOWN = 20
 
 
 class ForeignFiles(Protocol):
-    """What the three kinds of files have in common."""
+    """The methods that the three kinds of files have in common."""
 
     path: Path
     kinds: tuple[str, ...]
@@ -72,7 +72,7 @@ class ForeignModel(NamedTuple):
 class _OfKind:
     """The tensors of one kind of state, without the vocabulary's padding.
 
-    wanted: the shapes that they have by the arguments of the training, which flat ones do not tell.
+    wanted: the shapes that they have by the arguments of the training, which flat ones do not have.
     """
 
     def __init__(self, files: ForeignFiles, kind: str, wanted: Mapping[str, list[int]]) -> None:
@@ -137,8 +137,8 @@ def read_foreign(folder: Path, *, vocab_size: int | None = None, with_optimizer:
     given = f"the arguments in {folder}"
     num_rows = _vocabulary_rows(files)
     if vocab_size is not None and not 2 <= vocab_size <= num_rows:
-        told = f"--vocab-size {vocab_size}, where {folder} has an embedding of {num_rows} rows"
-        raise CheckpointError(Problem(told, "rows at its end are padding", f"2 to {num_rows}"))
+        given = f"--vocab-size {vocab_size}, where {folder} has an embedding of {num_rows} rows"
+        raise CheckpointError(Problem(given, "rows at its end are padding", f"2 to {num_rows}"))
     vocab_size = num_rows if vocab_size is None else vocab_size
     config = model_of(files.arguments, vocab_size=vocab_size, given=given)
     names = set(files.names())

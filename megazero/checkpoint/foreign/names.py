@@ -2,7 +2,7 @@
 
 The dialects are those of Megatron-core (with layers of its own, and with Transformer Engine's), of older versions of
 Megatron-LM, and of Megatron-DeepSpeed's pipeline.  `RENAMED` turns all of them into Megatron-core's own; `ENDS` and
-`BLOCK` pair these with megazero's, as the tables of families do; `CUT` says along which dim tensor parallelism cuts.
+`BLOCK` pair these with megazero's, as the tables of families do; `CUT` has the dim along which tensor parallelism cuts.
 
     heads     [3, a, d, in] here, rows in the order of heads there, each with its query, key and value
     groups    [a, d, in] and [2, g, d, in] here; there rows in the order of groups, each with its queries, key and value

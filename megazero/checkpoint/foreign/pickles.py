@@ -2,7 +2,7 @@
 
 A pickle is a program for a small stack machine.  Here its opcodes build plain values: numbers, text, lists, tuples,
 dicts and sets.  What would call a function or make an object becomes a `Record`, which has the name and the arguments
-and does nothing, and only names of `INERT` and `INERT_PACKAGES` may occur; any other ends in an error that tells it.
+and does nothing, and only names of `INERT` and `INERT_PACKAGES` may occur; any other ends in an error that names it.
 A few names stand for plain values themselves, in `_BUILT`.
 
 Time and memory are bounded by the number of bytes and of opcodes.  The format: Python's `pickletools`.
@@ -348,6 +348,6 @@ def read_pickle(content: bytes, *, source: str, persistent: Callable[[Any], Any]
     try:
         return _Machine(persistent).run(content)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, RecursionError) as error:
-        told = str(error)[:300] or type(error).__name__
+        reason = str(error)[:300] or type(error).__name__
         rule = "a pickle is read as data, without running anything that it names"
-        raise CheckpointError(Problem(f"{source}: {told}", rule)) from None
+        raise CheckpointError(Problem(f"{source}: {reason}", rule)) from None

@@ -115,8 +115,8 @@ def model_of(arguments: Mapping[str, Any], *, vocab_size: int, given: str) -> Mo
         return ModelConfig(**settings)
     except ValidationError as error:
         found = ((f"{each['loc'][-1]} {str(each['input'])[:80]}", each["msg"]) for each in error.errors())
-        told = (Problem(f"{given}: {setting}", rule) for setting, rule in found)
-        raise CheckpointError(*told) from None
+        problems = (Problem(f"{given}: {setting}", rule) for setting, rule in found)
+        raise CheckpointError(*problems) from None
 
 
 def has_exact_gelu(arguments: Mapping[str, Any]) -> bool:

@@ -172,7 +172,7 @@ class TorchFile:
         """Return where the bytes of a file within this one begin."""
         header = self._bytes(entry.begin, 30)
         if header[:4] != _LOCAL:
-            raise self._damage("damaged: a file in it does not begin where the directory says")
+            raise self._damage("damaged: a file in it does not begin where the directory places it")
         name, extra = struct.unpack_from("<HH", header, 26)
         return entry.begin + 30 + int(name) + int(extra)
 

@@ -21,7 +21,7 @@ _INTERVAL_SECONDS = 1.0
 def kill_when_suspended(seconds: float) -> "subprocess.Popen[bytes] | None":
     """Start a process that kills this one once it has been stopped for `seconds`, and ends when this one has ended.
 
-    Returns None where the system does not tell the states of processes.
+    Returns None where the system does not publish the states of processes.
     """
     pid, started = os.getpid(), process_start(os.getpid())
     if started is None:

@@ -29,7 +29,7 @@ _FIRST_BYTES, _LARGEST_BYTES = 1 << 16, 1 << 24
 
 
 class HopChoice(NamedTuple):
-    """The wires with as many hops as are faster, and a line that says why."""
+    """The wires with as many hops as are faster, and a line with the reason."""
 
     wires: Wires
     line: str

@@ -6,7 +6,7 @@ A call begins its first hop at once.  The hops behind it begin
     or before the next call that shares these `Hops`, which first waits for the hops before them.
 
 So a reduction's slow last hop runs beside whatever comes after the next call, as backward does between buckets, and not
-only when somebody waits for it.  A gather that follows gathers is the exception: a gather's first hop is the slow one,
+only when something waits for it.  A gather that follows gathers is the exception: a gather's first hop is the slow one,
 and the next gather would wait for it instead of running beside it.
 
 *Order*: all calls begin in one order on all ranks, as collectives do, and each of the communicators underneath has the

@@ -38,7 +38,7 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> Optimizer:
-    """Return `FusedAdam` of these options; the engine's configuration (offload_optimizer) says where states live."""
+    """Return `FusedAdam` of these options; the engine's configuration (offload_optimizer) sets where states live."""
     if not fp32_optimizer_states:
         rule = "optimizer states have the format of master weights"
         raise refuse("DeepSpeedCPUAdam(fp32_optimizer_states=False)", rule, "fp32_optimizer_states=True")

@@ -310,7 +310,7 @@ ACCEPTED: Mapping[str, str] = _paths(
         ("each of queue_depth requests has a thread of its own", "aio", "thread_count intra_op_parallelism"),
         ("a thread makes one request at a time", "aio", "single_submit overlap_events"),
         ("the caller's data loader decides", "", "dataloader_drop_last"),
-        ("the model knows its vocabulary", "", "vocabulary_size"),
+        ("the model has its vocabulary", "", "vocabulary_size"),
         ("Python's garbage collector is left as it is", "", "disable_python_gc"),
         (_WHOLE_SEQUENCES, "", "seq_parallel_comm_data_type"),
         ("there are no experts", "", "use_data_before_expert_parallelism"),

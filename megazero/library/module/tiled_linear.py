@@ -130,7 +130,7 @@ class TiledLinear(nn.Module):
         legal = f"a tensor [.., {self.in_features}]"
         if self.input_is_already_split:
             legal = "a sequence of tensors " + ", ".join(f"[.., {size}]" for size in self._in_sizes)
-        rule = f"input_is_already_split={self.input_is_already_split} says in what form the input comes"
+        rule = f"input_is_already_split={self.input_is_already_split} sets the form in which the input comes"
         raise ConfigError(Problem(f"the input of TiledLinear: {given}", rule, legal))
 
     def _problems_of(self, other: nn.Linear) -> list[Problem]:

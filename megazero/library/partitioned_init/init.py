@@ -98,13 +98,13 @@ class Init:
     tensor_overrides: the words, or DeepSpeed's enum members, "dtype" and "device"; both are the default.  Without
     "dtype" parameters and buffers keep the format they were made in, without "device" buffers stay where they are.
     mem_efficient_linear: accepted without effect; the engine gathers weights for backward in any case.
-    remote_device: "cpu" keeps this rank's slices in host memory until an engine takes them over; its configuration says
+    remote_device: "cpu" keeps this rank's slices in host memory until an engine takes them over; its configuration sets
     where they live then (offload_param).  "nvme" keeps them in files, for a model that host memory could not hold
     either: in the folder that the configuration given here names (nvme_path, in DeepSpeed's form
     zero_optimization.offload_param.nvme_path).  Slices share files, which have no names there; each is
     closed once the engine has taken over all that is in it.  Host memory holds three blocks of 8 MiB of them.
     pin_memory: whether a GPU copies to and from host memory, or those buffers, beside its computation.
-    zero_quantized_weights: the engine gathers parameters as blocks of integers, as if its configuration said so.
+    zero_quantized_weights: the engine gathers parameters as blocks of integers, as if configured so.
     zero_quantized_nontrainable_weights: it stores frozen ones so, likewise.
     zero_param_parallel_group: the torch group of the neighbours over which the engine partitions gathered parameters a
     second time, as if its configuration's zero_hpz_partition_size were the group's size.  These three, and the same
@@ -268,7 +268,7 @@ class Init:
         """Return a parameter's gathered values, [numel], and detach it, without memory; a collective call."""
         if self._hooks or self._sliced[name].pins:
             given = f"an engine that takes over {name} inside a block of zero.Init or GatheredParameters"
-            raise UsageError(Problem(given, "an engine is made of parameters that nobody holds", "after the block"))
+            raise UsageError(Problem(given, "an engine is made of parameters that are not gathered", "after the block"))
         with torch._C.DisableTorchFunction():
             sliced = self._sliced.pop(name)
             values = sliced.values()

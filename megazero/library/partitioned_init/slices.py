@@ -202,7 +202,7 @@ class _FileSlice:
 
     def load(self, start: int, into: Tensor) -> Tensor:
         for state, within, elements in self._pieces(start, into.numel()):
-            # The buffer is free for another block as soon as nobody refers to it.
+            # The buffer is free for another block as soon as nothing refers to it.
             self._slices.copies.load(into[elements], state[within].view(self.dtype)).finish()
         return into
 

@@ -84,7 +84,7 @@ class Loading(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint has brought beside state that is in the engine already.
+    """The values that a checkpoint has brought beside state that is in the engine already.
 
     state: None if the counters were not loaded.  changed: a line for each option that differs from the engine's.
     """

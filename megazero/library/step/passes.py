@@ -9,7 +9,7 @@
 Arming comes first because a checkpoint that recomputes with `use_reentrant=True` runs passes inside the pass, which end
 early.  `torch.autograd.grad` writes no gradients to parameters, so it is not a pass.
 
-A step has `accumulation` passes, unless the user says for every pass whether it is the last one; those in `no_sync`
+A step has `accumulation` passes, unless the user sets for every pass whether it is the last one; those in `no_sync`
 are not counted and never end it.
 
 `engine.backward(loss)` is a pass of this engine only: of other engines that it walks through (a generator's loss goes
@@ -54,7 +54,7 @@ class BackwardPasses:
         self.accumulation = accumulation
         self.count = 0
         self.boundary: bool | None = None
-        """Whether the next pass is the step's last, as the user has set it; None: `accumulation` decides."""
+        """True if the next pass is the step's last, as the user has set it; None: `accumulation` decides."""
         self.num_since_step = 0
         """The counted passes since `step` was last called, whether or not it updated the parameters."""
         self._is_complete = self._is_last = False  # the step's last pass has ended; the running pass is the last one

@@ -1,4 +1,4 @@
-"""What the library records of a step to name the cause of a gradient that is not finite.
+"""The records that the library keeps of a step to name the cause of a gradient that is not finite.
 
 The engine cannot repeat a step, whose loss the user computes.  It keeps the losses that were given to its backward
 (references to scalars, which cost nothing), and watches the step after a bad one value by value: a program that repeats

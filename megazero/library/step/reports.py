@@ -1,4 +1,4 @@
-"""What an engine reports about its steps: figures to trackers, and the times of parts every `steps_per_print` steps."""
+"""Reports of an engine about its steps: figures to trackers, and the times of parts every `steps_per_print` steps."""
 
 import sys
 import time
@@ -58,7 +58,9 @@ class StepReports:
             is_on=is_timed,
         )
         self._trackers = (
-            open_trackers(config.reports, folder=None, settings=flattened(config), tell=_tell) if self._is_first else ()
+            open_trackers(config.reports, folder=None, settings=flattened(config), report=_tell)
+            if self._is_first
+            else ()
         )
         self._pending: deque[_PendingStep] = deque()
         self._max_pending = 0 if mesh.device.type == "cpu" else 1

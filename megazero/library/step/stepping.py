@@ -252,7 +252,7 @@ class Stepper:
         return self._scaler.dynamic
 
     def finish(self) -> None:
-        """Read the last step's figures; raise TrainingError if its gradients were not finite and nothing has told it.
+        """Read the last step's figures; raise TrainingError if its gradients were not finite and no report came.
 
         On a GPU the host waits for the step.
         """

@@ -1,4 +1,4 @@
-"""What an advisor tells: the fastest layouts that fit, what each limit costs, the smallest cluster, and what binds."""
+"""An advisor's answer: the fastest layouts that fit, what each limit costs, the smallest cluster, and what binds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ _LEAST_GAIN = 0.01
 
 
 class Gain(NamedTuple):
-    """What one limit costs: what is changed, and the layout and the seconds of a step then."""
+    """The cost of one limit: what is changed, and the layout and the seconds of a step then."""
 
     changed: str
     found: Found

@@ -82,7 +82,7 @@ class _Layout(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What the data-parallel axis takes of a stage at the least.
+    """The least seconds and bytes that the data-parallel axis takes of a stage.
 
     behind: seconds from its last reduction on.  reduced, gathered: seconds of messages of a micro-batch.  once: those
     of a step.  leased: gradients are reduced in every micro-batch.  memory: bytes of model states.

@@ -4,7 +4,7 @@ Layouts are taken by their least seconds, times how far bounds of their kind wer
 more than the machine has is left out.  Of layouts that differ in nothing but recomputation and the homes of states,
 those that save more are slower, so that they are tried only where others do not fit.  The search ends where no bound
 is below the tenth time found: then no other layout is faster.  It also ends after a number of dry runs, or of seconds,
-and says how many layouts it has left.
+and reports how many layouts it has left.
 """
 
 import time
@@ -24,13 +24,13 @@ SHOWN = 10
 
 
 class Limit(NamedTuple):
-    """How much a search may run dry: layouts, and seconds of this process."""
+    """The most that a search may run dry: layouts, and seconds of this process."""
 
     runs: int
     seconds: float
 
     def begin(self, search: "Search") -> Callable[[], bool]:
-        """Return the function that tells whether the limit is reached, counted from now."""
+        """Return the function that is true once the limit is reached, counted from now."""
         runs, seconds = search.runs + self.runs, time.process_time() + self.seconds
         return lambda: search.runs >= runs or time.process_time() >= seconds
 
@@ -58,13 +58,13 @@ class Found(NamedTuple):
 class Search:
     """A search for layouts of one run on a machine, and all that it has run dry.
 
-    tried: the layouts that a start would take, run dry; None: it refuses them.  told: gets a line before each dry run.
+    tried: the layouts that a start would take, run dry; None: it refuses them.  report: gets a line before each run.
     """
 
     run: Run
     vocab_size: int
     hardware: Hardware
-    told: Callable[[str], None] = lambda line: None
+    report: Callable[[str], None] = lambda line: None
     tried: dict[tuple[Choice, Nodes], Measured | None] = field(default_factory=dict)
 
     @property
@@ -84,7 +84,7 @@ class Search:
         if key not in self.tried:
             wanted = legal(self.run, choice, nodes)
             if wanted is not None:
-                self.told(f"run dry: {choice.describe()}, {nodes.describe()}")
+                self.report(f"run dry: {choice.describe()}, {nodes.describe()}")
                 job = DryJob(wanted.config, wanted.vocab_size, nodes, is_gpu=self.hardware.device == "cuda")
                 self.tried[key] = measure(job, self.hardware)
             else:
@@ -185,7 +185,7 @@ def _take(
 
 
 class _Saving(NamedTuple):
-    """What a layout saves of a device: the kinds of state elsewhere, and how far it recomputes."""
+    """The savings of a layout on a device: the kinds of state elsewhere, and how far it recomputes."""
 
     homes: int
     recomputed: int

@@ -45,7 +45,7 @@ _WORDS: Mapping[tuple[str, str], str] = MappingProxyType({("homes", "none"): "de
 
 @dataclass(frozen=True)
 class PageStory:
-    """What a page shows of a plan.
+    """The parts of a plan that a page shows.
 
     forecast: with spans.  points: runs with other settings, the plan's own first.  rows: of a run beside the forecast.
     command: the one that has made the plan.
@@ -121,7 +121,7 @@ def _shown(seconds: float) -> str:
 
 
 def _memory(plan: Plan, rank: RankRecord) -> str:
-    """Draw a rank's steady step, and tell the figures of its peak and the way to it."""
+    """Draw a rank's steady step, and list the figures of its peak and the way to it."""
     part: Part = "steady step"
     record = rank.parts[part]
     stated = sum(constants(plan.hardware, rank).values())
@@ -177,7 +177,7 @@ def _timeline(plan: Plan, step: StepTime) -> str:
     lead = (
         f"Modelled, not run: {plan.hardware.source}. A thin line leads from the end of a message to where the device"
         f" goes on behind a wait for it; messages that nothing waits for on the device are not drawn. Where the host is"
-        f" late, its time is part of the device's; the table tells it.{few}"
+        f" late, its time is part of the device's; the table has it.{few}"
     )
     shares = table("Shares of the step, by stage", ("stage", *_kinds(step)), rows)
     return f"<p>{escape(lead)}</p>\n<figure>{pictures.timeline(lanes, step.seconds)}</figure>\n{shares}"
@@ -237,7 +237,7 @@ def _what_if(plan: Plan, points: Sequence[Point]) -> str:
     )
     return (
         f'<p>{lead}</p>\n<form id="what-if" hidden>\n<div class="controls">{controls}</div>\n'
-        '<p id="said" role="status"></p>\n<figure id="drawn"></figure>\n<div class="wide"><table>'
+        '<p id="status" role="status"></p>\n<figure id="drawn"></figure>\n<div class="wide"><table>'
         "<caption>The plan and this setting, bytes of the rank that needs most</caption>\n"
         '<thead><tr><th scope="col"></th><th scope="col">the plan</th><th scope="col">this setting</th>'
         '<th scope="col">difference</th></tr></thead><tbody id="figures"></tbody></table></div></form>\n'

@@ -1,4 +1,4 @@
-"""What pipeline stages do and wait for in a predicted step, as lanes to draw and shares to list.  Pure."""
+"""The work and the waits of pipeline stages in a predicted step, as lanes to draw and shares to list.  Pure."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

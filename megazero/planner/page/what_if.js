@@ -111,7 +111,7 @@
     const left = point ? device - total(point) : 0;
     const room = left >= 0 ? `A device has room: ${bytes(left)} are left.` : `It does not fit: a device lacks ${bytes(-left)}.`;
     const where = point ? `\nMost is needed by rank ${point.rank}: ${[point.part, ...point.place].filter(Boolean).join(", ")}.` : "";
-    document.getElementById("said").textContent = point ? `${room} ${from}${where}` : from;
+    document.getElementById("status").textContent = point ? `${room} ${from}${where}` : from;
     document.getElementById("drawn").innerHTML = point ? bar(point) : "";
     document.getElementById("figures").innerHTML = rows(point).join("");
     return setting;

@@ -120,8 +120,8 @@ def settings(job: DryJob, controls: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield {**setting, MICRO_BATCH: size}
 
 
-def points(plan: Plan, controls: Sequence[str], told: Callable[[str], None] = lambda line: None) -> tuple[Point, ...]:
-    """Return the runs that the controls need, the plan's own first.  told: gets a line before each is run dry."""
+def points(plan: Plan, controls: Sequence[str], report: Callable[[str], None] = lambda line: None) -> tuple[Point, ...]:
+    """Return the runs that the controls need, the plan's own first.  report: gets a line before each is run dry."""
     found = [point_of(plan)]
     wanted = list(settings(plan.job, controls))[1:]
     for number, setting in enumerate(wanted):
@@ -129,7 +129,7 @@ def points(plan: Plan, controls: Sequence[str], told: Callable[[str], None] = la
         if problems := problems_of(job):
             found.append(Point(setting, refused=f"{problems[0].given}: {problems[0].rule}"))
             continue
-        told(f"run {number + 1} of {len(wanted)}: " + ", ".join(f"{name} {value}" for name, value in setting.items()))
+        report(f"run {number + 1} of {len(wanted)}: " + ", ".join(f"{name} {value}" for name, value in setting.items()))
         found.append(point_of(make_plan(job, plan.hardware, parts=_PARTS)))
     return tuple(found)
 

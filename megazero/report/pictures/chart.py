@@ -14,7 +14,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 52, 36
 _COLUMNS = 400  # more points than this are drawn as a mean with the band from least to most
 _ROW, _GAP = 16, 6
 
-# Colours that can be told from each other, and from a white and a black background.
+# Colours that differ from each other, and from a white and a black background.
 PALETTE = ("#3d8bd4", "#e0702f", "#1b998b", "#9a7fd1")
 
 

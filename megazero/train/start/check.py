@@ -128,4 +128,4 @@ def _settings_needing_document_ends(config: RunConfig, unended: Sequence[str]) -
     for flag in (flag for flag, is_requested in requested.items() if is_requested):
         for prefix in unended:
             given = f"{flag} with {prefix}, made without --append-eod"
-            yield Problem(given, "documents are told apart by the token at their ends", "preprocess with --append-eod")
+            yield Problem(given, "documents are separated by the token at their ends", "preprocess with --append-eod")

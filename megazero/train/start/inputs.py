@@ -250,7 +250,7 @@ def _vocab_size(data: DataConfig, model: ModelConfig, corpora: Corpora, tokenize
         return given
     if tokenizer is not None:
         return tokenizer.vocab_size
-    rule = "the size of the vocabulary is told by a flag, a tokenizer, or the corpus's .json"
+    rule = "the size of the vocabulary comes from a flag, a tokenizer, or the corpus's .json"
     raise DataError(Problem(" ".join(train_words(data)), rule, "--vocab-size N, --tokenizer-type ..."))
 
 

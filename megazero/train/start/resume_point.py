@@ -21,7 +21,7 @@ from megazero.errors import CheckpointError, Problem, raise_problems
 
 
 class Start(NamedTuple):
-    """What a start goes on from: a step folder, None for initial weights; and a run, None for a new one.
+    """The place that a start goes on from: a step folder, None for initial weights; and a run, None for a new one.
 
     The newest checkpoint may turn out to be damaged, and an older one of the same root be taken.
     """

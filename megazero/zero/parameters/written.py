@@ -72,7 +72,7 @@ class WatchedParameter(nn.Parameter):
 
 
 class _Marks(NamedTuple):
-    """What changes when parameters are written: by parameter in order, and the writes to `.data` by name."""
+    """Counters that change when parameters are written: by parameter in order, and the writes to `.data` by name."""
 
     versions: list[int]
     addresses: list[int]

@@ -64,7 +64,7 @@ def test_then_the_corpus_then_the_tokenizer(described: str, plain: str, tmp_path
 
 
 def test_nobody_tells(plain: str) -> None:
-    with pytest.raises(DataError, match="told by a flag, a tokenizer, or the corpus") as caught:
+    with pytest.raises(DataError, match="comes from a flag, a tokenizer, or the corpus") as caught:
         opened(data_path=(plain,))
     assert plain in caught.value.problems[0].given
     with pytest.raises(DataError, match="--mock-data"):
