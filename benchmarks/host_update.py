@@ -24,7 +24,7 @@ from report import Column, add_output, heading, new_record, paragraph, publish, 
 from torch import Tensor
 
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs
+from megazero.optim.inner import AdamWSettings, ElementRun, FusedAdamW, StepInputs
 
 _SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -60,7 +60,7 @@ def rates(numel: int, budget: float) -> Rates:
     buffers = FusedBuffers(4 * numel, _CPU)
     calls: dict[str, tuple[Callable[[], object], int]] = {}
     for name, dtype in _DTYPES.items():
-        run = Run(master, torch.rand(numel).to(dtype), {"exp_avg": first, "exp_avg_sq": second}, group=1)
+        run = ElementRun(master, torch.rand(numel).to(dtype), {"exp_avg": first, "exp_avg_sq": second}, group=1)
         update = partial(FusedAdamW(_SETTINGS).update, 0, run, step, inputs, buffers=buffers)
         calls[name] = update, run.gradient.nbytes + 6 * master.nbytes
     calls["copy"] = partial(copy, *first.new_zeros(2, 2 * numel)), 16 * numel

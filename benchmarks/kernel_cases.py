@@ -23,7 +23,7 @@ from megazero.activations.recompute_plan import LOGITS_CHUNK_BYTES
 from megazero.comm.local import LocalCommunicator
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.grad_norm import fragment_norms, sum_dtype
-from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs
+from megazero.optim.inner import AdamWSettings, ElementRun, FusedAdamW, StepInputs
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.products import Products
 from megazero.tensor_parallel.regions import Border
@@ -187,7 +187,7 @@ def optimizer(sizes: Sizes) -> Iterator[Kernel]:
     gradient = sizes.random(numel)
     buffers = FusedBuffers(numel * master.itemsize, sizes.device)
     moments = {name: sizes.random(numel, dtype=master).abs_() for name in FusedAdamW.moments}
-    run = Run(sizes.random(numel, dtype=master), gradient, moments, group=1)
+    run = ElementRun(sizes.random(numel, dtype=master), gradient, moments, group=1)
     step = torch.ones((), device=sizes.device)
     inputs = StepInputs(1e-4, torch.ones((), dtype=torch.float64, device=sizes.device), None).for_masters(master)
     update = partial(FusedAdamW(_ADAMW).update, 0, run, step, inputs, buffers=buffers)

@@ -23,7 +23,7 @@ import numpy as np
 from report import argument_parser, heading, paragraph, publish, table, tell
 
 from megazero.report.history import History, read_history
-from megazero.report.pictures.chart import CURVES_SIZE, PALETTE, Curve, curve_parts
+from megazero.report.pictures.chart import CURVES_SIZE, PALETTE, PlottedCurve, curve_parts
 from megazero.svg import picture
 
 ROOT = Path(__file__).parents[1]
@@ -121,7 +121,7 @@ def loss_picture(histories: Mapping[str, History]) -> str:
         count = len(history.iterations) // _WIDTH
         steps, losses = history.iterations[: count * _WIDTH], history.figures["loss"][: count * _WIDTH]
         mean = losses.reshape(count, _WIDTH).mean(1)
-        lines.append(Curve(name, steps.reshape(count, _WIDTH)[:, -1].astype(np.float64), mean))
+        lines.append(PlottedCurve(name, steps.reshape(count, _WIDTH)[:, -1].astype(np.float64), mean))
     return picture(*CURVES_SIZE, curve_parts("training loss", lines), label="training losses side by side")
 
 

@@ -27,7 +27,7 @@ from megazero.comm.interface import CompletedWork, Work
 from megazero.comm.local import LocalCommunicator
 from megazero.memory.lease import Scratch
 from megazero.optim.grouping import Grouping
-from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs
+from megazero.optim.inner import AdamWSettings, ElementRun, FusedAdamW, StepInputs
 from megazero.timers import Timers
 
 Way = Literal["to the host", "to the device"]
@@ -243,7 +243,7 @@ class PacedAdamW(FusedAdamW):
         super().__init__(settings, grouping, **options)
         self._seconds = seconds
 
-    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+    def update(self, index: int, run: ElementRun, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         super().update(index, run, step, inputs, buffers=buffers)
         time.sleep(run.master.numel() * self._seconds)
 

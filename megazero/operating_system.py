@@ -5,7 +5,7 @@
     locks of files          flock, or os.lockf where python has no fcntl
     reserved disk space     posix_fallocate (Linux), or a comparison with what is free
     reads past the cache    O_DIRECT (Linux), where the file system has it too
-    memory of a process     sysconf and the control group's limit; 0 where neither tells
+    memory of a process     sysconf and the control group's limit; 0 where neither has one
     most memory resident    getrusage, in KiB or in bytes (macOS); 0 where python has no resource
 
 Windows is refused (`megazero.interrupts`).
@@ -124,7 +124,7 @@ def unlock_file(file: int) -> None:
 
 
 def memory_bytes() -> int:
-    """Return the memory that this process may have: the machine's, or its control group's; 0 if none is told."""
+    """Return the memory that this process may have: the machine's, or its control group's; 0 if none is known."""
     try:
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

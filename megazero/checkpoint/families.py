@@ -80,7 +80,7 @@ _JOINED_BIAS = Form(
 )
 
 
-class Row(NamedTuple):
+class FamilyRow(NamedTuple):
     """Parameters of megazero and those of transformers that hold the same; in a block both without its name."""
 
     ours: tuple[str, ...]
@@ -88,15 +88,15 @@ class Row(NamedTuple):
     form: Form
 
 
-def row(ours: str, theirs: str, form: Form = SAME) -> Row:
-    return Row(tuple(ours.split()), tuple(theirs.split()), form)
+def row(ours: str, theirs: str, form: Form = SAME) -> FamilyRow:
+    return FamilyRow(tuple(ours.split()), tuple(theirs.split()), form)
 
 
-def both(ours: str, theirs: str, form: Form = SAME, bias: Form = SAME) -> tuple[Row, Row]:
+def both(ours: str, theirs: str, form: Form = SAME, bias: Form = SAME) -> tuple[FamilyRow, FamilyRow]:
     """Return the rows of a layer's weight and bias."""
     ends = (("weight", form), ("bias", bias))
     weight, bias_row = (
-        Row(
+        FamilyRow(
             tuple(f"{name}.{end}" for name in ours.split()),
             tuple(f"{name}.{end}" for name in theirs.split()),
             kind,
@@ -124,8 +124,8 @@ class Family(NamedTuple):
     model_type: str
     architecture: str
     traits: Mapping[str, tuple[object, ...]]
-    ends: tuple[Row, ...]
-    block: tuple[Row, ...]
+    ends: tuple[FamilyRow, ...]
+    block: tuple[FamilyRow, ...]
     prefix: str
     layers: str
     fixed: Mapping[str, Any]
@@ -134,15 +134,15 @@ class Family(NamedTuple):
     defaults: Mapping[str, Any] = MappingProxyType({})
     ties: bool = True
 
-    def rows(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Row]:
+    def rows(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[FamilyRow]:
         """Yield every row of a model, by the shapes of megazero's parameters."""
         ends = (each._replace(theirs=tuple(f"{self.prefix}.{name}" for name in each.theirs)) for each in self.ends)
         yield from rows_of(shapes, (*ends, _HEAD), self.block, layers=f"{self.prefix}.{self.layers}")
 
 
 def rows_of(
-    shapes: Mapping[str, tuple[int, ...]], ends: Sequence[Row], block: Sequence[Row], *, layers: str
-) -> Iterator[Row]:
+    shapes: Mapping[str, tuple[int, ...]], ends: Sequence[FamilyRow], block: Sequence[FamilyRow], *, layers: str
+) -> Iterator[FamilyRow]:
     """Yield those rows whose parameters a model has, of what is outside of blocks, and of each block.
 
     layers: the name of the list of blocks.
@@ -154,7 +154,7 @@ def rows_of(
         for each in block:
             ours = tuple(f"layers.{index}.{name}" for name in each.ours)
             if all(name in shapes for name in ours):
-                yield Row(ours, tuple(f"{layers}.{index}.{name}" for name in each.theirs), each.form)
+                yield FamilyRow(ours, tuple(f"{layers}.{index}.{name}" for name in each.theirs), each.form)
 
 
 def traits(model: ModelConfig) -> dict[str, object]:
@@ -439,7 +439,7 @@ def _bloom_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _bloom_block(attention: tuple[Row, ...]) -> tuple[Row, ...]:
+def _bloom_block(attention: tuple[FamilyRow, ...]) -> tuple[FamilyRow, ...]:
     return (
         *both("input_norm", "input_layernorm"),
         *attention,

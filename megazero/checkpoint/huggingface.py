@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megazero.checkpoint.families import FAMILIES, Row, family_of
+from megazero.checkpoint.families import FAMILIES, FamilyRow, family_of
 from megazero.checkpoint.imported import ImportedModel, ImportedWeights, full_shapes
 from megazero.checkpoint.merged import without_adapters
 from megazero.checkpoint.reader import Checkpoint
@@ -140,9 +140,9 @@ def export_model(
     return family.architecture
 
 
-def _shards(rows: Iterable[Row], shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[list[Row]]:
+def _shards(rows: Iterable[FamilyRow], shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[list[FamilyRow]]:
     """Yield the rows of one file after the other; none has more than `most` elements, unless it has a single row."""
-    held: list[Row] = []
+    held: list[FamilyRow] = []
     total = 0
     for row in rows:
         numel = sum(math.prod(shapes[name]) for name in row.ours)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.families import Row
+from megazero.checkpoint.families import FamilyRow
 from megazero.comm.local import LocalCommunicator
 from megazero.config.model import ModelConfig
 from megazero.errors import Problem
@@ -46,11 +46,11 @@ class ImportedWeights(Mapping[str, Tensor]):
     The tensors of the last row stay in memory, since a large one is written in several pieces.
     """
 
-    def __init__(self, rows: Iterable[Row], files: TensorSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, rows: Iterable[FamilyRow], files: TensorSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
         self._rows = {name: row for row in rows for name in row.ours}
         self._files = files
-        self._last: tuple[Row, list[Tensor]] | None = None
+        self._last: tuple[FamilyRow, list[Tensor]] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         row = self._rows[name]
@@ -92,7 +92,7 @@ class _Unread(NamedTuple):
         return self.tensors[self.name].to(self.dtype).view(-1)
 
 
-def their_shapes(rows: Iterable[Row], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[int]]:
+def their_shapes(rows: Iterable[FamilyRow], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[int]]:
     """Return the shape of every tensor of the other project, by the shapes of megazero's parameters."""
     found: dict[str, list[int]] = {}
     for row in rows:

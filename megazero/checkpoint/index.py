@@ -81,7 +81,7 @@ class _Directory:
     segments: tuple[SegmentEntry, ...]
 
 
-class Segment(NamedTuple):
+class IndexSegment(NamedTuple):
     """A segment, and the number of its index; begin: its first byte in the file of the index."""
 
     number: int
@@ -123,7 +123,7 @@ def dump_index(name: str, num_tensors: int, tables: Iterable[BoxTable]) -> tuple
     return content, IndexEntry(name, len(content), len(directory), digest, num_tensors, count)
 
 
-def parse_directory(text: bytes, manifest: Manifest, number: int, *, source: str) -> list[Segment]:
+def parse_directory(text: bytes, manifest: Manifest, number: int, *, source: str) -> list[IndexSegment]:
     """Parse the directory of the index of this number; raise DamageError unless it is the manifest's and valid.
 
     source: the file to name in messages; the error names it by its name in the folder too.
@@ -133,12 +133,12 @@ def parse_directory(text: bytes, manifest: Manifest, number: int, *, source: str
     tensors = {(each.parameter, each.kind): each for each in manifest.tensors_of(number)}
     _raise_damage(entry, _directory_problems(found.segments, tensors, entry, source))
     begins = accumulate((each.num_bytes for each in found.segments), initial=entry.directory_bytes)
-    return [Segment(number, begin, each) for begin, each in zip(begins, found.segments, strict=False)]
+    return [IndexSegment(number, begin, each) for begin, each in zip(begins, found.segments, strict=False)]
 
 
 def parse_segment(
     text: bytes,
-    segment: Segment,
+    segment: IndexSegment,
     entry: IndexEntry,
     files: Mapping[str, FileEntry],
     tensor: TensorEntry,

@@ -106,7 +106,7 @@ class _PartHead:
 
 
 @dataclass(frozen=True, config=_strict)
-class Merged:
+class MergedIndex:
     """A merged index, for the manifest."""
 
     index: IndexEntry
@@ -115,7 +115,7 @@ class Merged:
 
 _SECTION = TypeAdapter(_Section)
 _HEAD = TypeAdapter(_PartHead)
-_MERGED = TypeAdapter(Merged)
+_MERGED = TypeAdapter(MergedIndex)
 
 
 def order_of(parameter: str, kind: str) -> str:
@@ -188,10 +188,10 @@ def merge(folder: Path, save_id: str, plan: IndexPlan, number: int) -> None:
     raise_problems(CheckpointError, islice(chain.from_iterable(problems), _MAX_PROBLEMS))
     content, entry = dump_index(index_name(number), len(tensors), chain.from_iterable(map(cut, boxes.values())))
     write_durably(folder / entry.name, content)
-    _summary_path(folder, number).write_bytes(_MERGED.dump_json(Merged(entry, tensors)))
+    _summary_path(folder, number).write_bytes(_MERGED.dump_json(MergedIndex(entry, tensors)))
 
 
-def read_merged(folder: Path, number: int) -> Merged:
+def read_merged(folder: Path, number: int) -> MergedIndex:
     """Return what `merge` has made of an index, and delete its summary."""
     path = _summary_path(folder, number)
     merged = _MERGED.validate_json(path.read_bytes())

@@ -34,7 +34,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megazero.checkpoint.folders import MANIFEST, list_steps, resolve, step_of
-from megazero.checkpoint.index import Segment, content_problems, parse_directory, parse_segment
+from megazero.checkpoint.index import IndexSegment, content_problems, parse_directory, parse_segment
 from megazero.checkpoint.manifest import (
     DTYPES,
     MAX_INDEX_BYTES,
@@ -150,7 +150,7 @@ class Checkpoint:
         for number in self._all_indices:
             self._index_of |= {(each.parameter, each.kind): number for each in manifest.tensors_of(number)}
         self._listed: set[int] = set()
-        self._unread: dict[TensorKey, list[Segment]] = {key: [] for key in self._tensors}
+        self._unread: dict[TensorKey, list[IndexSegment]] = {key: [] for key in self._tensors}
         self._boxes: dict[TensorKey, list[_StoredBox]] = {key: [] for key in self._tensors}
         self._in_file: dict[str, list[BoxEntry]] = {name: [] for name in self._files}
         self._num_read = 0
@@ -300,7 +300,7 @@ class Checkpoint:
         """Read the boxes that overlap these regions unless they are read; raise DamageError with all problems."""
         numbers = {self._index_of[key] for key in wanted.keys() & self._index_of.keys()}
         damage = self._damage(numbers - self._listed, self._list)
-        near: dict[int, list[Segment]] = defaultdict(list)
+        near: dict[int, list[IndexSegment]] = defaultdict(list)
         for key, regions in wanted.items():
             for segment in self._unread[key]:
                 if any(intersect(segment.entry.box, region) for region in regions):
@@ -325,7 +325,7 @@ class Checkpoint:
             self._unread[segment.entry.key].append(segment)
         self._listed.add(number)
 
-    def _read_segments(self, number: int, segments: list[Segment]) -> None:
+    def _read_segments(self, number: int, segments: list[IndexSegment]) -> None:
         """Read segments of an index."""
         entry, source = self.manifest.indices[number], str(self._index_path(number))
         texts = self._read_index(number, [(each.begin, each.entry.num_bytes) for each in segments])

@@ -88,7 +88,7 @@ def join(
 ) -> Store | None:
     """Make the default process group; return the store that all processes of the job share.
 
-    backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" (gloo on CPUs, and rank 0 says so) or "gloo".  A job of one
+    backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" (gloo on CPUs, as rank 0 prints) or "gloo".  A job of one
     process needs no group and has no store.  timeout_minutes: the limit of every collective.  join_minutes: how long
     processes wait for each other; by default the same.  Raises TopologyError when the backend doesn't fit the device,
     the processes don't meet or have different backends, or two of them have the same GPU.

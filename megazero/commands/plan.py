@@ -127,8 +127,8 @@ def main(words: Sequence[str]) -> int:
     elif as_json:
         beside = {} if run is None else {"compared": [asdict(row) for row in rows]}
         near = {} if plan.fits else {"nearest": _nearest(own, wanted, hardware)[1]}
-        told = {"auto": reasons} if reasons else {}
-        console.line(json.dumps({**plan.to_json(), **told, "time": forecast.to_json(), **beside, **near}, indent=1))
+        decided = {"auto": reasons} if reasons else {}
+        console.line(json.dumps({**plan.to_json(), **decided, "time": forecast.to_json(), **beside, **near}, indent=1))
     else:
         for line in (*reasons, *forecast.lines(), "", *(side_by_side(rows) if rows else ()), "", *lines(plan)):
             console.line(line)

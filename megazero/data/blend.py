@@ -27,7 +27,7 @@ from megazero.errors import DataError, Problem
 from megazero.rules.files import DATA_PATH
 
 
-class Choice(NamedTuple):
+class BlendedSample(NamedTuple):
     """The corpus that a sample of the mixture comes from, and its number there."""
 
     corpus: int
@@ -52,13 +52,13 @@ class Blend:
         assert weights and all(weight > 0 for weight in weights), "weights are positive"
         self._tree = _huffman_tree([Fraction(weight) for weight in weights])
 
-    def choose(self, k: int) -> Choice:
+    def choose(self, k: int) -> BlendedSample:
         """Return the corpus of sample k and the sample's number within it."""
         side, index = self._tree, k
         while isinstance(side, _Node):
             left, left_after = _rounded(index, side.share), _rounded(index + 1, side.share)
             side, index = (side.left, left) if left_after > left else (side.right, index - left)
-        return Choice(side, index)
+        return BlendedSample(side, index)
 
     def counts(self, m: int) -> list[int]:
         """Return how many of the first m samples come from each corpus."""
@@ -87,7 +87,7 @@ class BlendedSamples:
         """The number of inputs in a sample."""
         return self._sources[0].seq_length
 
-    def _choose(self, k: int) -> Choice:
+    def _choose(self, k: int) -> BlendedSample:
         return self._blend.choose(k - self._start)
 
     def sample(self, k: int) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from megazero.data.blend import BlendedSamples, parse_data_path
 from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
 from megazero.data.position import Part, Stretch, stretch_at
 from megazero.data.reading import Reading
-from megazero.data.samples import SPLIT_NAMES, Samples, SampleSource, Split, parse_split, split_sequences
+from megazero.data.samples import SPLIT_NAMES, Samples, SampleSource, SplitShares, parse_split, split_sequences
 from megazero.data.sidecar import (
     Sidecar,
     load_sidecar,
@@ -84,7 +84,7 @@ class Corpora:
         access: Access = PLAIN_ACCESS,
         masks: str = "auto",
     ) -> None:
-        self._split: tuple[str, Split] | None = None if own_paths or groups else (split, parse_split(split))
+        self._split: tuple[str, SplitShares] | None = None if own_paths or groups else (split, parse_split(split))
         self._in_groups = bool(groups)
         if groups:
             sets = [TextSet(split, name, parts) for split, found in groups.items() for name, parts in found]

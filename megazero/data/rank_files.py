@@ -134,7 +134,7 @@ def _is_object(content: bytes) -> bool:
 
 
 def used_settings(content: bytes, style: str | None, num_special_tokens: int) -> dict[str, str]:
-    """Return the settings that ids depend on beside a file of ranks, by name; none where the file says all."""
+    """Return the settings that ids depend on beside a file of ranks, by name; none where the file has all."""
     if _is_object(content):
         return {}
     number = {"tiktoken_num_special_tokens": str(num_special_tokens)} if _is_list(content) else {}
@@ -222,7 +222,7 @@ def _parsed(given: str, content: bytes, form: str) -> Any:
 
 def _of_object(given: str, content: bytes, style: str | None) -> RankVocabulary:
     if style is not None:
-        rule = "a JSON object of ranks says itself how text is cut into words"
+        rule = "a JSON object of ranks sets itself how text is cut into words"
         raise DataError(Problem(f"--tiktoken-pattern {style} with {given[2:]}", rule, "no --tiktoken-pattern"))
     read = _parsed(given, content, "object of ranks")
     config, rows = (_part(given, read, key, kind) for key, kind in (("config", dict), ("vocab", list)))

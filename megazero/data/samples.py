@@ -37,7 +37,7 @@ from megazero.units import counted
 SPLIT_NAMES = ("train", "valid", "test")
 
 
-class Split(NamedTuple):
+class SplitShares(NamedTuple):
     """The shares of train, valid and test, which add up to 1."""
 
     train: float
@@ -70,7 +70,7 @@ class Samples(Protocol):
         ...
 
 
-def parse_split(text: str) -> Split:
+def parse_split(text: str) -> SplitShares:
     """Parse "969,30,1": up to three weights, normalised to 1; missing ones are 0, so "1" makes all of it train.
 
     Raises DataError for anything else.
@@ -79,10 +79,10 @@ def parse_split(text: str) -> Split:
     if shares is None:
         rule = "is one to three numbers >= 0 with commas between, not all of them 0"
         raise DataError(Problem(f"--split {text}", rule, "three weights such as 969,30,1 or 0.9,0.1,0"))
-    return Split(*shares)
+    return SplitShares(*shares)
 
 
-def split_sequences(num_sequences: int, split: Split) -> SplitRanges:
+def split_sequences(num_sequences: int, split: SplitShares) -> SplitRanges:
     """Cut [0, num_sequences) at the rounded cumulative shares, as Megatron-LM does (halves go to the even number).
 
     A part whose share is less than a sequence still has one, its neighbour's, if there are as many sequences as parts.

@@ -35,10 +35,10 @@ from megazero.memory.ledger_figures import (
     AllocatorSample,
     Category,
     HostMemoryKind,
+    MemoryTimeline,
     Phase,
     PhaseMark,
     StepMemory,
-    Timeline,
     UnitMark,
 )
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
@@ -217,7 +217,7 @@ class Ledger:
         # Swapped at once: a storage may die at any moment, and its change belongs to this step or to the next.
         changes, self._changes = self._changes, []
         rows = ((change.nbytes, change.label.category, change.operation) for change in changes)
-        timeline = Timeline.of_changes(self._start, rows, self._phases, self._num_operations, self._units)
+        timeline = MemoryTimeline.of_changes(self._start, rows, self._phases, self._num_operations, self._units)
         totals = timeline.totals
         samples = tuple(AllocatorSample(int(totals[point]), nbytes) for point, nbytes in self._samples)
         self._start, self._phases, self._samples, self._num_operations = timeline.live[-1].copy(), [], [], 0

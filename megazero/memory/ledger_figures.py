@@ -48,7 +48,7 @@ class AllocatorSample(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class MemoryTimeline:
     """The live bytes at the start of a step and after every change.
 
     operations: int64 [n], operations run before each point.  live: int64 [n, len(CATEGORIES)], bytes.
@@ -74,14 +74,14 @@ class Timeline:
         phases: Sequence[PhaseMark],
         num_operations: int,
         units: Sequence[UnitMark] = (),
-    ) -> "Timeline":
+    ) -> "MemoryTimeline":
         """Build a timeline from the bytes [len(CATEGORIES)] alive at first and changes (bytes, category, operation)."""
         column = {category: index for index, category in enumerate(CATEGORIES)}
         table = np.array([(0, 0, 0), *((n, column[c], at) for n, c, at in changes)], np.int64)
         live = np.zeros((len(table), len(CATEGORIES)), np.int64)
         live[np.arange(len(table)), table[:, 1]] = table[:, 0]
         live[0] = start
-        return Timeline(table[:, 2], live.cumsum(axis=0), tuple(phases), num_operations, tuple(units))
+        return MemoryTimeline(table[:, 2], live.cumsum(axis=0), tuple(phases), num_operations, tuple(units))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class StepMemory:
     allocator: samples of the device's allocator, where there is one.  elsewhere: bytes of the host's at the step's end.
     """
 
-    timeline: Timeline
+    timeline: MemoryTimeline
     allocator: tuple[AllocatorSample, ...] = ()
     elsewhere: Mapping[HostMemoryKind, int] = field(default_factory=dict)
 

@@ -24,7 +24,7 @@ from megazero.model.initial_values import output_init
 from megazero.model.norms import Norm
 from megazero.model.positions import rotate
 from megazero.model.sequences import Sequences
-from megazero.parallel.param_spec import Init
+from megazero.parallel.param_spec import InitialValue
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,
     ReplicatedKeyValueLinear,
@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
         self._width = width = derived.head_width(config)
         self._dropout = config.attention_dropout
         self._tp = tp
-        column = partial(ColumnParallelLinear, tp, init=Init("normal", config.init_method_std))
+        column = partial(ColumnParallelLinear, tp, init=InitialValue("normal", config.init_method_std))
         column = partial(column, has_bias=derived.has_qkv_bias(config))
         self._is_fused = groups == heads
         if self._is_fused:
@@ -144,7 +144,7 @@ def _key_value_linear(config: ModelConfig, tp: TensorParallel) -> ColumnParallel
     """Make the layer of keys and values with fewer heads than queries have."""
     heads, groups, size = config.num_attention_heads, config.num_query_groups, tp.communicator.size
     shape = (2, groups, derived.head_width(config), config.hidden_size)
-    init, has_bias = Init("normal", config.init_method_std), derived.has_qkv_bias(config)
+    init, has_bias = InitialValue("normal", config.init_method_std), derived.has_qkv_bias(config)
     if groups % size == 0:
         return ColumnParallelLinear(tp, logical_shape=shape, split_dim=1, init=init, has_bias=has_bias)
     first = tp.communicator.rank * (heads // size)

@@ -12,7 +12,7 @@ from megazero.model.attention import SelfAttention
 from megazero.model.initial_values import output_init
 from megazero.model.norms import Norm
 from megazero.model.sequences import Sequences
-from megazero.parallel.param_spec import Init, mark_block
+from megazero.parallel.param_spec import InitialValue, mark_block
 from megazero.tensor_parallel.activation import ACTIVATIONS, FusedActivation
 from megazero.tensor_parallel.adapters import LowRank, adapt_column, adapt_row
 from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
@@ -92,7 +92,7 @@ class FeedForward(nn.Module):
             tp,
             logical_shape=shape,
             split_dim=len(shape) - 2,
-            init=Init("normal", config.init_method_std),
+            init=InitialValue("normal", config.init_method_std),
             has_bias=has_bias,
         )
         self.down = RowParallelLinear(tp, logical_shape=(hidden, inner), init=output_init(config), has_bias=has_bias)

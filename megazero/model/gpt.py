@@ -25,7 +25,7 @@ from megazero.model.norms import Norm
 from megazero.model.positions import Positions
 from megazero.model.sequences import Sequences
 from megazero.parallel.layer_split import Chunk, whole_model
-from megazero.parallel.param_spec import Init, Unit, share_between_ends
+from megazero.parallel.param_spec import InitialValue, Unit, share_between_ends
 from megazero.tensor_parallel.adapters import train_adapters_alone
 from megazero.tensor_parallel.head_loss import Targets
 from megazero.tensor_parallel.layers import TensorParallel, replicated_parameter
@@ -251,7 +251,7 @@ def _vocabulary_matrix(kind: Callable[..., M], config: ModelConfig, tp: TensorPa
         vocab_size=sizes.real,
         padded_vocab_size=sizes.padded,
         hidden_size=config.hidden_size,
-        init=Init("normal", config.init_method_std),
+        init=InitialValue("normal", config.init_method_std),
     )
 
 
@@ -296,7 +296,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         shape = (max_position_embeddings(config), config.hidden_size)
-        self.weight = replicated_parameter(tp, shape, init=Init("normal", config.init_method_std), decay=True)
+        self.weight = replicated_parameter(tp, shape, init=InitialValue("normal", config.init_method_std), decay=True)
         self._tp = tp
 
     def forward(self, x: Tensor, shape: torch.Size, positions: Tensor | None = None) -> Tensor:

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.model import ModelConfig
-from megazero.parallel.param_spec import Init, ParamSpec, named_specs
+from megazero.parallel.param_spec import InitialValue, ParamSpec, named_specs
 
 BLOCK_NUMEL = 1 << 20
 
 
-def output_init(config: ModelConfig) -> Init:
+def output_init(config: ModelConfig) -> InitialValue:
     """Return the initialisation of a block's two matrices that write into the residual stream."""
     # Smaller than the others, so that the residual stream's variance stays near 1.
-    return Init("normal", config.init_method_std / math.sqrt(2.0 * config.num_layers))
+    return InitialValue("normal", config.init_method_std / math.sqrt(2.0 * config.num_layers))
 
 
 class _Slice(NamedTuple):

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.config.model import ModelConfig
-from megazero.parallel.param_spec import Init
+from megazero.parallel.param_spec import InitialValue
 from megazero.tensor_parallel.layers import TensorParallel, replicated_parameter
 
 
@@ -23,7 +23,7 @@ class Norm(nn.Module):
         self._epsilon = config.norm_epsilon
         self._tp = tp
         shape = (config.hidden_size if width is None else width,)
-        ones, zeros = Init("ones"), Init("zeros")
+        ones, zeros = InitialValue("ones"), InitialValue("zeros")
         self.weight = replicated_parameter(tp, shape, init=ones, decay=False, is_inside=is_inside)
         has_bias = config.normalization == "LayerNorm"
         self.bias = replicated_parameter(tp, shape, init=zeros, decay=False, is_inside=is_inside) if has_bias else None

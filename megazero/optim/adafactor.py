@@ -25,7 +25,7 @@ from megazero.errors import ConfigError, Problem
 from megazero.memory.lease import Scratch
 from megazero.optim.factors import Factors, put, take, whole_spec
 from megazero.optim.grouping import Grouping
-from megazero.optim.inner import NOT_UPDATED, OfEngine, Run, StepInputs, piece_numel, scaled
+from megazero.optim.inner import NOT_UPDATED, ElementRun, OfEngine, StepInputs, piece_numel, scaled
 from megazero.parallel.param_spec import ParamSpec
 
 ROWS, COLUMNS, VECTOR = "row_var", "col_var", "variance"  # torch's names of them
@@ -88,7 +88,7 @@ class Adafactor(OfEngine):
         return 1 + sum(spec.numel for spec in self._factors[name].averages if number == 0)
 
     def measure(
-        self, number: int, part: Run, step: Tensor, inputs: StepInputs, into: Tensor | None, *, buffers: Scratch
+        self, number: int, part: ElementRun, step: Tensor, inputs: StepInputs, into: Tensor | None, *, buffers: Scratch
     ) -> None:
         """Add up squares: those of the weights, and of gradients by row and column; then those of the direction."""
         if into is None:
@@ -123,7 +123,7 @@ class Adafactor(OfEngine):
                 mean = squares / (factors.whole_numel // average.numel())
                 average.lerp_(mean.to(average.dtype).view(average.shape), share)
 
-    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+    def update(self, index: int, run: ElementRun, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         """Take the step of elements of one parameter."""
         options, count = self.groups[run.group], step.double()
         lr = float(options["lr"] if inputs.lr is None else inputs.lr)
@@ -138,7 +138,7 @@ class Adafactor(OfEngine):
         for part, each in self._directions(run, inputs, buffers):
             part.master.add_(each.mul_(length))
 
-    def _gradients(self, part: Run, inputs: StepInputs, buffers: Scratch) -> Iterator[tuple[Run, Tensor]]:
+    def _gradients(self, part: ElementRun, inputs: StepInputs, buffers: Scratch) -> Iterator[tuple[ElementRun, Tensor]]:
         """Yield pieces of a run, each with its gradient in leased memory."""
         numel, piece = part.master.numel(), min(piece_numel(part), _MOST_NUMEL)
         lease = buffers.lease(piece, part.master.dtype)
@@ -147,7 +147,9 @@ class Adafactor(OfEngine):
             yield run, scaled(run.gradient, inputs.factor, lease.tensor)
         lease.release()
 
-    def _directions(self, part: Run, inputs: StepInputs, buffers: Scratch) -> Iterator[tuple[Run, Tensor]]:
+    def _directions(
+        self, part: ElementRun, inputs: StepInputs, buffers: Scratch
+    ) -> Iterator[tuple[ElementRun, Tensor]]:
         """Yield pieces of a run, each with its direction before it is limited, in leased memory."""
         factors, eps = self._factors[part.parameter], self.groups[part.group]["eps"][0]
         eps = torch.finfo(part.master.dtype).eps if eps is None else eps

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megazero.memory.lease import Scratch
 from megazero.optim.grouping import Grouping
-from megazero.optim.inner import OfEngine, Run, StepInputs, piece_numel, scaled
+from megazero.optim.inner import ElementRun, OfEngine, StepInputs, piece_numel, scaled
 
 # {name in the table of optimizers: that of the kernel, and whether the values of each of its moments have signs}
 KERNELS: Mapping[str, tuple[str, Mapping[str, bool]]] = MappingProxyType(
@@ -49,7 +49,7 @@ class EightBit(OfEngine):
             self.code_values = {name: functional.create_dynamic_map(signed=signed) for name, signed in signs.items()}
         self._kernel: Callable[..., None] = functional.optimizer_update_8bit_blockwise
 
-    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+    def update(self, index: int, run: ElementRun, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         options = self.groups[run.group] if inputs.options is None else inputs.options[run.group]
         lr, count = float(options["lr"] if inputs.lr is None else inputs.lr), int(step.item())
         numel, piece = run.master.numel(), piece_numel(run)
@@ -59,7 +59,9 @@ class EightBit(OfEngine):
             self._update_piece(part, scaled(part.gradient, inputs.factor, lease.tensor), count, lr, options)
         lease.release()
 
-    def _update_piece(self, run: Run, gradient: Tensor, count: int, lr: float, options: Mapping[str, Any]) -> None:
+    def _update_piece(
+        self, run: ElementRun, gradient: Tensor, count: int, lr: float, options: Mapping[str, Any]
+    ) -> None:
         first, second = (run.blocks.get(kind) for kind in ("exp_avg", "exp_avg_sq"))
         assert first is not None, "every kernel has a first moment"
         beta1, beta2 = options["betas"]

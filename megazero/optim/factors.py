@@ -22,7 +22,7 @@ from torch import Tensor
 from megazero.parallel.param_spec import ParamSpec
 
 
-class Block(NamedTuple):
+class FactorBlock(NamedTuple):
     """Elements of a range that are some rows of some columns of some matrices; `place` is theirs in the range."""
 
     place: slice
@@ -88,7 +88,7 @@ class Factors:
     def _column_dims(self) -> tuple[int, ...]:
         return self._dims_of(len(self.shape) - 1) if self.has_columns else ()
 
-    def blocks(self, start: int, stop: int) -> Iterator[Block]:
+    def blocks(self, start: int, stop: int) -> Iterator[FactorBlock]:
         """Yield the blocks of which elements [start, stop) of the local tensor consist, in order."""
         _, rows, columns = self.local
         numel, position = rows * columns, start
@@ -105,7 +105,7 @@ class Factors:
                 last = min(columns, column + end - position)
                 block = slice(matrix, matrix + 1), slice(row, row + 1), slice(column, last)
             length = math.prod(each.stop - each.start for each in block)
-            yield Block(slice(position - start, position - start + length), *block)
+            yield FactorBlock(slice(position - start, position - start + length), *block)
             position += length
 
     def _without(self, dims: tuple[int, ...]) -> ParamSpec:

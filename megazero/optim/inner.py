@@ -36,7 +36,7 @@ _CACHED_NUMEL = 1 << 19
 NOT_UPDATED = -1
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """A contiguous run of elements treated alike: one-dimensional views of the same length, and its optimizer group.
 
     parameter, start: of what a measuring optimizer gets, the only parameter in it, and its first element there.
@@ -51,13 +51,15 @@ class Run(NamedTuple):
     start: int = 0
     blocks: Mapping[str, BlockMoment] = MappingProxyType({})
 
-    def part(self, start: int, stop: int) -> "Run":
+    def part(self, start: int, stop: int) -> "ElementRun":
         """Return the elements [start, stop) of the run."""
         within = slice(start, stop)
         moments = {name: moment[within] for name, moment in self.moments.items()}
         blocks = {name: moment[within] for name, moment in self.blocks.items()}
         first = self.start + start
-        return Run(self.master[within], self.gradient[within], moments, self.group, self.parameter, first, blocks)
+        return ElementRun(
+            self.master[within], self.gradient[within], moments, self.group, self.parameter, first, blocks
+        )
 
 
 class StepInputs(NamedTuple):
@@ -120,10 +122,10 @@ class InnerOptimizer(Protocol):
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
         """Return the group of a parameter; parameters of one group have the same options and are contiguous."""
 
-    def bind(self, runs: Sequence[Run]) -> None:
+    def bind(self, runs: Sequence[ElementRun]) -> None:
         """Set the runs that `update` takes; called once, for an optimizer that keeps its state itself."""
 
-    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+    def update(self, index: int, run: ElementRun, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         """Update one run in place; step: the number of this step, from 1, a float32 scalar.
 
         A run that was bound without elements has them here, and the state that the optimizer would keep itself in the
@@ -131,13 +133,13 @@ class InnerOptimizer(Protocol):
         inputs: those `for_masters`.
         """
 
-    def divide(self, index: int, parts: Sequence[Run]) -> None:
+    def divide(self, index: int, parts: Sequence[ElementRun]) -> None:
         """Put adjacent parts of a run, which are updated one by one from here on, in the run's place.
 
         Called for an optimizer that keeps its state itself.
         """
 
-    def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
+    def state(self, index: int, run: ElementRun) -> Mapping[str, Tensor]:
         """Return the state of a run with one value per element, by name; empty before the first step.
 
         The tensors of state in the memory of moments have no elements.
@@ -183,7 +185,7 @@ class MeasuringOptimizer(InnerOptimizer, Protocol):
         """Return the number of a parameter's figures in a pass on one rank."""
 
     def measure(
-        self, number: int, part: Run, step: Tensor, inputs: StepInputs, into: Tensor | None, *, buffers: Scratch
+        self, number: int, part: ElementRun, step: Tensor, inputs: StepInputs, into: Tensor | None, *, buffers: Scratch
     ) -> None:
         """Add a part's figures in pass `number` to those of its parameter on this rank, float64.
 
@@ -233,13 +235,13 @@ class OfEngine:
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
         return self._grouping.group_of(spec)
 
-    def bind(self, runs: Sequence[Run]) -> None:
+    def bind(self, runs: Sequence[ElementRun]) -> None:
         """Do nothing: a run holds its moments, and the engine has the rest."""
 
-    def divide(self, index: int, parts: Sequence[Run]) -> None:
+    def divide(self, index: int, parts: Sequence[ElementRun]) -> None:
         """Do nothing: a run holds its moments."""
 
-    def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
+    def state(self, index: int, run: ElementRun) -> Mapping[str, Tensor]:
         return run.moments
 
     def numbers(self, index: int) -> Mapping[str, float]:
@@ -266,7 +268,7 @@ class FusedAdamW(OfEngine):
         super().__init__(common, settings.weight_decay, grouping or Grouping())
         self._compiled = compile and compile(adamw)
 
-    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+    def update(self, index: int, run: ElementRun, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         numel = run.master.numel()
         piece = piece_numel(run)
         lease = buffers.lease(piece, run.master.dtype)
@@ -274,7 +276,7 @@ class FusedAdamW(OfEngine):
             self._update_piece(run.part(start, start + piece), step, inputs, lease.tensor)
         lease.release()
 
-    def _update_piece(self, run: Run, step: Tensor, inputs: StepInputs, memory: Tensor) -> None:
+    def _update_piece(self, run: ElementRun, step: Tensor, inputs: StepInputs, memory: Tensor) -> None:
         options = self.groups[run.group] if inputs.options is None else inputs.options[run.group]
         if options.get("amsgrad"):
             rule = "this AdamW was made without the third moment that amsgrad needs"
@@ -304,7 +306,12 @@ class FusedAdamW(OfEngine):
 
 
 def in_one_pass(
-    function: Callable[..., None], run: Run, step: Tensor, inputs: StepInputs, options: Mapping[str, Any], lr: float
+    function: Callable[..., None],
+    run: ElementRun,
+    step: Tensor,
+    inputs: StepInputs,
+    options: Mapping[str, Any],
+    lr: float,
 ) -> None:
     """Update a run by `adamw`, or what a compiler has made of it."""
     beta1, beta2 = options["betas"]
@@ -362,7 +369,7 @@ class Elementwise:
 
     def __init__(self, optimizer: TorchOptimizer) -> None:
         self.optimizer = optimizer
-        self._runs: list[Run] = []
+        self._runs: list[ElementRun] = []
         self._positions: dict[int, int] = {}
 
     @property
@@ -378,22 +385,22 @@ class Elementwise:
         group = self.optimizer.group_of(parameter)
         return NOT_UPDATED if group is None else group
 
-    def bind(self, runs: Sequence[Run]) -> None:
+    def bind(self, runs: Sequence[ElementRun]) -> None:
         self._place(runs)
         self.optimizer.bind([FlatRun(run.master, run.group) for run in runs if run.group != NOT_UPDATED])
 
-    def divide(self, index: int, parts: Sequence[Run]) -> None:
+    def divide(self, index: int, parts: Sequence[ElementRun]) -> None:
         if index in self._positions:
             self.optimizer.divide(self._positions[index], [part.master for part in parts])
         self._place([*self._runs[:index], *parts, *self._runs[index + 1 :]])
 
-    def _place(self, runs: Sequence[Run]) -> None:
+    def _place(self, runs: Sequence[ElementRun]) -> None:
         """Number the runs that the optimizer updates."""
         self._runs = list(runs)
         updated = [index for index, run in enumerate(runs) if run.group != NOT_UPDATED]
         self._positions = {index: place for place, index in enumerate(updated)}
 
-    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+    def update(self, index: int, run: ElementRun, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         if index not in self._positions:
             return
         position = self._positions[index]
@@ -408,7 +415,7 @@ class Elementwise:
             self.optimizer.detach(position, run.moments)
         lease.release()
 
-    def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
+    def state(self, index: int, run: ElementRun) -> Mapping[str, Tensor]:
         return self.optimizer.state_of(self._positions[index]).tensors if index in self._positions else {}
 
     def numbers(self, index: int) -> Mapping[str, float] | None:
@@ -419,7 +426,7 @@ class Elementwise:
             self.optimizer.start(self._positions[index], numbers)
 
 
-def piece_numel(run: Run) -> int:
+def piece_numel(run: ElementRun) -> int:
     """Return the elements of a run that are updated at once: on a CPU what stays in its cache, else all."""
     numel = run.master.numel()
     return min(numel, _CACHED_NUMEL) if run.master.device.type == "cpu" else numel

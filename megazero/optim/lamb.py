@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.memory.lease import Scratch
 from megazero.optim.factors import Factors
 from megazero.optim.grouping import Grouping
-from megazero.optim.inner import OfEngine, Run, StepInputs, piece_numel, scaled
+from megazero.optim.inner import ElementRun, OfEngine, StepInputs, piece_numel, scaled
 from megazero.parallel.param_spec import ParamSpec
 
 
@@ -45,7 +45,7 @@ class Lamb(OfEngine):
         return 2
 
     def measure(
-        self, number: int, part: Run, step: Tensor, inputs: StepInputs, into: Tensor | None, *, buffers: Scratch
+        self, number: int, part: ElementRun, step: Tensor, inputs: StepInputs, into: Tensor | None, *, buffers: Scratch
     ) -> None:
         """Advance the moments, and add up the squares of the norms of weights and direction."""
         numel, piece = part.master.numel(), piece_numel(part)
@@ -67,7 +67,7 @@ class Lamb(OfEngine):
     def settle(self, number: int, figures: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> None:
         """Do nothing: the update uses the sums."""
 
-    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+    def update(self, index: int, run: ElementRun, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         """Take the step of elements of one parameter, whose moments have advanced."""
         options = self.groups[run.group]
         weights, direction = inputs.figures[0].sqrt().unbind()
@@ -81,7 +81,7 @@ class Lamb(OfEngine):
             part.master.sub_(self._direction(part, step, lease.tensor).mul_(length))
         lease.release()
 
-    def _direction(self, run: Run, step: Tensor, memory: Tensor) -> Tensor:
+    def _direction(self, run: ElementRun, step: Tensor, memory: Tensor) -> Tensor:
         """Return the direction of elements whose moments have advanced, written to `memory`.
 
         step: its number, float32 without dimensions.

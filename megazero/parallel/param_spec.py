@@ -38,7 +38,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Init:
+class InitialValue:
     """The distribution of a parameter's first value; `std` only counts for "normal"."""
 
     kind: InitKind = "zeros"
@@ -74,7 +74,7 @@ class ParamSpec:
     decay: bool = True
     writes_gradient: bool = False
     trainable: bool = True
-    init: Init = Init()
+    init: InitialValue = InitialValue()
     arrives_with_block: bool = False
     arrives_alone: bool = False
 

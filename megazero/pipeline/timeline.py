@@ -114,7 +114,7 @@ def predicted_idle_share(name: str, shape: Shape, durations: Mapping[Kind, float
     return (p - 1) / ({"gpipe": 1, "1f1b": 1, "interleaved": v}[name] * m + p - 1)
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """A tensor between two stages: when the computation that made it ended, and when the one that needs it began."""
 
     sender: int
@@ -123,7 +123,7 @@ class Message(NamedTuple):
     used: float
 
 
-def messages(timeline: Timeline) -> Iterator[Message]:
+def messages(timeline: Timeline) -> Iterator[StageMessage]:
     """Yield the messages between the computations of a timeline."""
     spans = [(stage, span) for stage, of_stage in enumerate(timeline.stages) for span in of_stage]
     actions = [span.action for _, span in spans]
@@ -133,7 +133,7 @@ def messages(timeline: Timeline) -> Iterator[Message]:
     for stage, span in spans:
         for step, crosses in _inputs(span.action, shape, stage).items():
             if crosses and step in made:
-                yield Message(*made[step], stage, span.start)
+                yield StageMessage(*made[step], stage, span.start)
 
 
 def without_waits(timeline: Timeline, shape: Shape, durations: Mapping[Kind, float]) -> Timeline:

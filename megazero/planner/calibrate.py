@@ -31,7 +31,7 @@ from megazero.parallel.topology import Topology
 from megazero.planner.calibrate_links import at_once, link_inside, link_to_files, link_to_host, overlap_cost
 from megazero.planner.curves import Curve, constant
 from megazero.planner.hardware import Hardware, Matrix, to_yaml
-from megazero.planner.measuring import ON_A_GPU, Effort, Meter, Place, kernels_of
+from megazero.planner.measuring import ON_A_GPU, Effort, GroupStopwatch, Place, kernels_of
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
@@ -71,7 +71,7 @@ def _write(path: Path, text: str) -> None:
 
 def measured(place: Place, effort: Effort, *, name: str, report: Report) -> Hardware:
     """Return the description of this machine, the same on every process; a collective call of all of them."""
-    meter, device = Meter(place, effort), place.device
+    meter, device = GroupStopwatch(place, effort), place.device
     torch.manual_seed(0)
     report(f"measuring on {place.size} {device.type} processes at once: matrix products")
     formats = _formats(device)
@@ -111,7 +111,7 @@ def _formats(device: torch.device) -> dict[str, torch.dtype]:
     return {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
-def _matrix(meter: Meter, dtype: torch.dtype) -> Matrix:
+def _matrix(meter: GroupStopwatch, dtype: torch.dtype) -> Matrix:
     """Measure the three products of a linear layer by the cube root of their m n k: x is [2 s, s / 2], W [s, s / 2]."""
     points = []
     for size in meter.effort.sizes:
@@ -196,7 +196,7 @@ _BUILDERS: Mapping[str, Build] = MappingProxyType(
 )
 
 
-def _kernels(meter: Meter, build: Build) -> Curve:
+def _kernels(meter: GroupStopwatch, build: Build) -> Curve:
     """Measure bytes/s of kernels by the bytes that each of them moves."""
     points = []
     for nbytes in meter.effort.nbytes:
@@ -207,7 +207,7 @@ def _kernels(meter: Meter, build: Build) -> Curve:
     return Curve(tuple(points))
 
 
-def _attention(meter: Meter, dtype: torch.dtype) -> Curve:
+def _attention(meter: GroupStopwatch, dtype: torch.dtype) -> Curve:
     """Measure FLOP/s of causal attention, forward and backward together, by the tokens of a sequence."""
     points = []
     for length in meter.effort.lengths:
@@ -225,7 +225,7 @@ def _attention(meter: Meter, dtype: torch.dtype) -> Curve:
     return Curve(tuple(points))
 
 
-def _host_rate(meter: Meter) -> float:
+def _host_rate(meter: GroupStopwatch) -> float:
     """Measure bytes/s of an update in host memory."""
     run = _optimizer(1 << 22, torch.device("cpu"))
     total = sum(one.read_bytes + one.written_bytes for one in kernels_of(run))
@@ -244,7 +244,7 @@ def tiny_run() -> RunConfig:
     return outcome.config
 
 
-def _host_seconds(meter: Meter) -> float:
+def _host_seconds(meter: GroupStopwatch) -> float:
     """Measure what a kernel costs beside its own time: a tiny step's seconds by the number of its kernels."""
     config, device = tiny_run(), meter.place.device
     buffers = FusedBuffers(0, device)

@@ -16,10 +16,10 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 from megazero.planner.curves import Curve, constant
 from megazero.planner.hardware import Link
-from megazero.planner.measuring import Meter
+from megazero.planner.measuring import GroupStopwatch
 
 
-def link_inside(meter: Meter) -> Link:
+def link_inside(meter: GroupStopwatch) -> Link:
     """Measure collectives by kind, by the number of ranks, and by bytes, between the processes of this machine."""
     place = meter.place
     found: dict[str, dict[int, Curve]] = {}
@@ -39,7 +39,7 @@ def link_inside(meter: Meter) -> Link:
     return Link(latency, constant(largest.highest), found)
 
 
-def _collective(meter: Meter, group: Communicator, kind: str) -> Curve:
+def _collective(meter: GroupStopwatch, group: Communicator, kind: str) -> Curve:
     """Measure one kind of collective by the bytes of the whole tensor, in bytes that a rank sends a second."""
     points = []
     for nbytes in meter.effort.messages:
@@ -67,13 +67,13 @@ def _communicate(group: Communicator, kind: str, whole: Tensor, other: Tensor) -
     work.wait()
 
 
-def _copy_rate(meter: Meter) -> float:
+def _copy_rate(meter: GroupStopwatch) -> float:
     x = torch.zeros(meter.effort.messages[-1] // 4)
     y = torch.zeros_like(x)
     return x.nbytes / meter.seconds(lambda: y.copy_(x))
 
 
-def link_to_host(meter: Meter) -> Link:
+def link_to_host(meter: GroupStopwatch) -> Link:
     device = meter.place.device
     if device.type == "cpu":
         return Link(0.0, constant(_copy_rate(meter)))
@@ -84,7 +84,7 @@ def link_to_host(meter: Meter) -> Link:
     return Link(latency, constant(there.nbytes / meter.seconds(lambda: here.copy_(there, non_blocking=True))))
 
 
-def link_to_files(meter: Meter) -> Link:
+def link_to_files(meter: GroupStopwatch) -> Link:
     """Measure writes of a file of the folder for temporary ones, to the device that it is on."""
     block = os.urandom(meter.effort.messages[-1])
     with tempfile.TemporaryFile() as file:
@@ -98,13 +98,13 @@ def link_to_files(meter: Meter) -> Link:
         return Link(0.0, constant(len(block) / meter.seconds(run)))
 
 
-def _work(meter: Meter) -> Callable[[], object]:
+def _work(meter: GroupStopwatch) -> Callable[[], object]:
     size = meter.effort.sizes[-1] // 2
     x = torch.randn(size, size, device=meter.place.device)
     return lambda: torch.mm(x, x)
 
 
-def overlap_cost(meter: Meter) -> float:
+def overlap_cost(meter: GroupStopwatch) -> float:
     """Measure by what share of a message's time the work beside it is delayed."""
     place = meter.place
     if place.size == 1:
@@ -125,7 +125,7 @@ def overlap_cost(meter: Meter) -> float:
     return min(max((meter.seconds(beside) - times * alone) / sent, 0.0), 1.0)
 
 
-def at_once(meter: Meter) -> float:
+def at_once(meter: GroupStopwatch) -> float:
     """Measure how many devices work at full speed at the same time: how much faster one is alone."""
     if meter.place.device.type == "cuda" or meter.place.size == 1:
         return float(meter.place.size)

@@ -22,7 +22,7 @@ _WARM_UP = 2  # steps that no comparison counts, if there are more
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedPart:
     """A part of a step: predicted and measured, both in seconds, or both shares of the step."""
 
     name: str
@@ -36,7 +36,7 @@ class Row:
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 
-def compared(step: StepTime, records: Iterable[Mapping[str, Any]], *, origin: str) -> tuple[Row, ...]:
+def compared(step: StepTime, records: Iterable[Mapping[str, Any]], *, origin: str) -> tuple[ComparedPart, ...]:
     """Return the rows of the step and of its parts, as far as a run has measured them.
 
     records: of a metrics file.  origin: its name, for the message.  Raises DataError if it has no steps.
@@ -46,20 +46,20 @@ def compared(step: StepTime, records: Iterable[Mapping[str, Any]], *, origin: st
         rule = "a comparison is with the steps of a run, which --metrics-file records"
         raise DataError(Problem(f"{origin}: no step is recorded", rule, "--compare RUN/metrics.jsonl"))
     steps = steps[_WARM_UP:] or steps[-1:]
-    rows = [Row("step", step.seconds, statistics.median(record["step_seconds"] for record in steps))]
+    rows = [ComparedPart("step", step.seconds, statistics.median(record["step_seconds"] for record in steps))]
     timed = [record["timers"] for record in steps if record.get("timers")]
     predicted = step.parts()
     for part, names in TIMERS.items():
         measured = [sum(_largest(timers[name]) for name in names if name in timers) for timers in timed]
         if part in predicted and measured and max(measured) > 0:
-            rows.append(Row(part, predicted[part], statistics.median(measured)))
+            rows.append(ComparedPart(part, predicted[part], statistics.median(measured)))
     idle = [record["pipeline_idle_share"] for record in steps if record.get("pipeline_idle_share") is not None]
     if idle:
-        rows.append(Row("waits for other stages", step.idle_share, statistics.median(idle), is_share=True))
+        rows.append(ComparedPart("waits for other stages", step.idle_share, statistics.median(idle), is_share=True))
     return tuple(rows)
 
 
-def lines(rows: Sequence[Row]) -> Iterator[str]:
+def lines(rows: Sequence[ComparedPart]) -> Iterator[str]:
     """Yield the rows as a table in text."""
     width = max(len(row.name) for row in rows)
     yield f"{'':<{width}}  {'predicted':>12} {'measured':>12} {'error':>8}"

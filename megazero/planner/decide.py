@@ -10,7 +10,7 @@ The choices form a ladder: each rung computes, sends or copies more than the one
 
 The rungs are run dry from the first one on, as far as the settings leave them open, until one fits the devices; of two
 that do, the faster one is taken.  If none fits, that which needs least is.  The batch stays as it is given: what a
-larger one would bring (ZeRO, section 8) `megazero plan --advise` tells.
+larger one would bring (ZeRO, section 8) `megazero plan --advise` finds.
 """
 
 from collections.abc import Iterator, Mapping

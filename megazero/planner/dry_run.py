@@ -47,7 +47,7 @@ from megazero.zero.plan import wires
 CPU = torch.device("cpu")
 
 
-class Job(Protocol):
+class PlannedJob(Protocol):
     """A job of either door, as a dry rank and a plan depend on it.
 
     nodes: those of its ranks.  is_gpu: its devices are GPUs, else CPUs.  num_micro_batches: of one rank in one step.
@@ -163,7 +163,7 @@ def dry_tensors(ledger: Ledger | None = None) -> Iterator[None]:
 class DryRank:
     """One rank of a job, in the contexts that make it dry; close it with the stack."""
 
-    def __init__(self, job: Job, rank: int, stack: ExitStack) -> None:
+    def __init__(self, job: PlannedJob, rank: int, stack: ExitStack) -> None:
         self.job, self.rank = job, rank
         self.allocator: AllocatorModel = CachingAllocator() if job.is_gpu else ExactAllocator()
         self.ledger = Ledger(

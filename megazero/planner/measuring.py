@@ -75,7 +75,7 @@ def kernels_of(run: Callable[[], object]) -> list[Operation]:
     return counted.found
 
 
-class Meter:
+class GroupStopwatch:
     """Measures functions on every process at once."""
 
     def __init__(self, place: Place, effort: Effort) -> None:

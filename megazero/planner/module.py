@@ -93,7 +93,7 @@ class ModuleJob:
 
 @dataclass(frozen=True, eq=False)
 class ModulePlan:
-    """What a training of a module takes of a machine; as text it is a page for a reader.
+    """The memory and time that a training of a module takes of a machine; as text it is a page for a reader.
 
     plan: memory by category, its peak with module and line, and traffic, part by part.  forecast: the time of a step.
     """
@@ -112,7 +112,7 @@ class ModulePlan:
         return max(part.memory.peak_bytes for rank in self.plan.ranks for part in rank.parts.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything that the plan says, in bytes and seconds, as `megazero plan --format json` prints it."""
+        """Return everything that is in the plan, in bytes and seconds, as `megazero plan --format json` prints it."""
         return {**self.plan.to_json(), "time": self.forecast.to_json()}
 
     def __str__(self) -> str:

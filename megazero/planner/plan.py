@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megazero.comm.mesh import CONTROL
 from megazero.comm.metered import Count
 from megazero.memory.ledger_figures import CATEGORIES
-from megazero.planner.dry_run import DryJob, Job, PartRecord, RankRecord, differing_ranks, run_rank
+from megazero.planner.dry_run import DryJob, PartRecord, PlannedJob, RankRecord, differing_ranks, run_rank
 from megazero.planner.hardware import Hardware
 from megazero.planner.trace import JobTrace, Part
 
@@ -39,7 +39,7 @@ class JobPlan:
     ranks: those of the first, a middle and the last pipeline stage.  seconds: what running them dry has taken.
     """
 
-    job: Job
+    job: PlannedJob
     hardware: Hardware
     ranks: tuple[RankRecord, ...]
     seconds: float

@@ -35,7 +35,7 @@ from megazero.planner.trace import (
     Message,
     Part,
     Phase,
-    Wait,
+    TraceWait,
     Waiter,
     Where,
 )
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
 
         def wait() -> None:
             if events is self._events:
-                events.append(Wait(number, waiter))
+                events.append(TraceWait(number, waiter))
 
         return wait
 
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
             for tensor in inputs:
                 number = self._arriving.pop(tensor.untyped_storage()._cdata, None)
                 if number is not None:
-                    self._events.append(Wait(number, "host" if home == "host" else self._waits_on))
+                    self._events.append(TraceWait(number, "host" if home == "host" else self._waits_on))
         self._events.append(Compute(operation, self._where(), "host" if home == "host" else "device"))
 
     def _where(self) -> Where:

@@ -14,13 +14,13 @@ from megazero.planner.costs import collective_seconds, copy_seconds, file_second
 from megazero.planner.hardware import Hardware
 from megazero.planner.timeline import (
     BETWEEN_STAGES,
+    DeviceWork,
     Enter,
     HostWork,
     Send,
     StageTime,
     Step,
     Wait,
-    Work,
     merged,
     simulate,
 )
@@ -36,13 +36,13 @@ from megazero.planner.trace import (
     Part,
     Phase,
     RankTrace,
+    TraceWait,
 )
-from megazero.planner.trace import Wait as TraceWait
 
 # An action is a kind's letter, micro-batch and chunk, as `Begin` has them; an order has a stage's computations.
 _Action = tuple[str, int, int]
 Order = Callable[[int], Sequence[_Action]]
-_Item = tuple[int, Event | Work | Enter]  # an event with its number, or a step of any stage
+_Item = tuple[int, Event | DeviceWork | Enter]  # an event with its number, or a step of any stage
 _AFTER_ACTIONS: tuple[Phase, ...] = ("reduce", "update")
 _COMPILED: tuple[Phase, ...] = ("forward", "recompute", "backward")
 
@@ -300,7 +300,7 @@ class _Maker:
 
     def steps(self, items: Iterable[_Item]) -> Iterator[Step]:
         for number, item in items:
-            yield item if isinstance(item, Work | Enter) else self._other(number, item)
+            yield item if isinstance(item, DeviceWork | Enter) else self._other(number, item)
         yield from (Wait(number) for number in self._sent if number not in self._awaited)
 
     def _other(self, number: int, event: Event) -> Step:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 BETWEEN_STAGES = "pipeline"  # the kind of messages between pipeline stages
 
 
-class Work(NamedTuple):
+class DeviceWork(NamedTuple):
     """Kernels that follow one another without a message between them.
 
     seconds: of the device.  host: the seconds in which the host issues them.  behind: the time from the issue of the
@@ -73,10 +73,10 @@ class Enter(NamedTuple):
     name: str
 
 
-Step = Work | HostWork | Send | Wait | Enter
+Step = DeviceWork | HostWork | Send | Wait | Enter
 
 
-class Span(NamedTuple):
+class LaneSpan(NamedTuple):
     """The work of a stage's device, or of a channel, from `start` to `end`; lane: "device" or the channel."""
 
     lane: str
@@ -100,7 +100,7 @@ class StageTime:
     waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    spans: list[Span] = field(default_factory=list)
+    spans: list[LaneSpan] = field(default_factory=list)
 
     @property
     def busy_seconds(self) -> float:
@@ -185,7 +185,7 @@ class _Stage:
         return self.position > before
 
     def _take(self, step: Step, shared: dict[Hashable, _Message]) -> bool:
-        if isinstance(step, Work):
+        if isinstance(step, DeviceWork):
             self._work(step)
         elif isinstance(step, Send):
             self._send(step, shared)
@@ -204,7 +204,7 @@ class _Stage:
         self.times.parts[self._action] += self.device - self._entered
         self._action, self._entered = name, self.device
 
-    def _work(self, work: Work) -> None:
+    def _work(self, work: DeviceWork) -> None:
         start = self.device
         if self._asynchronous:
             end = max(start + work.seconds, self.host + work.behind)
@@ -262,7 +262,7 @@ class _Stage:
         if last is not None and (last.lane, last.name, last.end) == (lane, name, start):
             self._spans[-1] = last._replace(end=end)
         else:
-            self._spans.append(Span(lane, name, start, end))
+            self._spans.append(LaneSpan(lane, name, start, end))
 
 
 def simulate(
@@ -286,7 +286,7 @@ def simulate(
     return tuple(stage.times for stage in running)
 
 
-def merged(kernels: Iterable[tuple[float, float, bool]]) -> Work:
+def merged(kernels: Iterable[tuple[float, float, bool]]) -> DeviceWork:
     """Return kernels (seconds on the device, seconds to issue, whether they are products) as one piece of work."""
     seconds = host = behind = products = 0.0
     for on_device, to_issue, is_product in kernels:
@@ -295,4 +295,4 @@ def merged(kernels: Iterable[tuple[float, float, bool]]) -> Work:
         products += on_device * is_product
         # The last has run when the device has run it behind the others, or when it was issued to an idle device.
         behind = max(behind + on_device, host + on_device)
-    return Work(seconds, host, behind, products)
+    return DeviceWork(seconds, host, behind, products)

@@ -21,7 +21,7 @@ Events record what happens, never how long it takes; a time model adds that.  Wh
     Copy         bytes between the device and host memory.  It begins as a message does; copies of one direction
                  ("store": to the host, "load": to the device) run one after the other.
     FileAccess   bytes between host memory and a file; the host goes on at once, and each direction has an order.
-    Wait         the place where the result of an earlier event is needed, named by its number.  waiter "device": the
+    TraceWait    the place where the result of an earlier event is needed, named by its number.  waiter "device": the
                  device's kernels behind the wait run after that event, while the host goes on.  "host": the host goes
                  on after it.  An event without a wait ends by itself before the part does.
     Begin        the pipeline action that the events behind it belong to, until the next one.
@@ -132,7 +132,7 @@ class FileAccess:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class TraceWait:
     """The place where the result of event `number` of the same part is needed."""
 
     number: int
@@ -148,7 +148,7 @@ class Begin:
     chunk: int
 
 
-Event = Compute | Message | Copy | FileAccess | Wait | Begin
+Event = Compute | Message | Copy | FileAccess | TraceWait | Begin
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class CudaAllocator:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class StepMemory(NamedTuple):
+class ProcessMemory(NamedTuple):
     """The memory of a process in a step.
 
     peak_bytes: the most that the GPU's allocator had given out, or that was resident on the CPU.
@@ -68,7 +68,7 @@ class StepMemory(NamedTuple):
     device_bytes: Mapping[str, int]
 
 
-_NOT_READ = StepMemory(0, {})
+_NOT_READ = ProcessMemory(0, {})
 
 
 class MemoryReport:
@@ -83,7 +83,7 @@ class MemoryReport:
     def __init__(self, device: torch.device, *, each_step: bool = True, allocator: Allocator | None = None) -> None:
         self._each_step = each_step
         self._allocator = allocator or (CudaAllocator(device) if device.type == "cuda" else None)
-        self._first: StepMemory | None = None
+        self._first: ProcessMemory | None = None
         self._ledger_peak = 0
 
     def begin_step(self) -> None:
@@ -91,7 +91,7 @@ class MemoryReport:
         if self._allocator is not None and self._first is None:
             self._allocator.reset_peaks()
 
-    def end_step(self, ledger: Mapping[str, object]) -> StepMemory:
+    def end_step(self, ledger: Mapping[str, object]) -> ProcessMemory:
         """Return the memory of the step that ends.  ledger: its record by `LedgerReport.end_step`."""
         if self._first is None:
             self._first = self.now()
@@ -108,20 +108,20 @@ class MemoryReport:
             return []
         return [closing_line(self.now(), self._first, self._ledger_peak)]
 
-    def now(self) -> StepMemory:
+    def now(self) -> ProcessMemory:
         """Return the memory since the first step; a CPU's since the process began."""
         if self._allocator is None:
-            return StepMemory(peak_resident_bytes(), {})
+            return ProcessMemory(peak_resident_bytes(), {})
         return step_memory(self._allocator.figures())
 
 
-def step_memory(figures: AllocatorFigures) -> StepMemory:
+def step_memory(figures: AllocatorFigures) -> ProcessMemory:
     """Return the figures of a GPU's allocator as those of a step."""
     beyond = max(figures.device_used - figures.reserved, 0)
-    return StepMemory(figures.peak, {"reserved_peak": figures.reserved_peak, "beyond_allocator": beyond})
+    return ProcessMemory(figures.peak, {"reserved_peak": figures.reserved_peak, "beyond_allocator": beyond})
 
 
-def closing_line(later: StepMemory, first: StepMemory, ledger_peak: int) -> str:
+def closing_line(later: ProcessMemory, first: ProcessMemory, ledger_peak: int) -> str:
     """Return a line with all figures.  later: the memory since the first step.  ledger_peak: 0 without a ledger."""
     beside = f" (the ledger's, of tensors alone, {format_bytes(ledger_peak)})" if ledger_peak else ""
     return (
@@ -133,7 +133,7 @@ def closing_line(later: StepMemory, first: StepMemory, ledger_peak: int) -> str:
     )
 
 
-def device_memory_scalars(ranks: Sequence[StepMemory]) -> dict[str, float]:
+def device_memory_scalars(ranks: Sequence[ProcessMemory]) -> dict[str, float]:
     """Return TensorBoard's scalars, each the most of any rank; none on CPUs."""
     on_gpus = [rank for rank in ranks if rank.device_bytes]
     if not on_gpus:

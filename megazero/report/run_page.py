@@ -13,7 +13,7 @@ import numpy as np
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.report.history import History
-from megazero.report.pictures.chart import Curve, bars, curves
+from megazero.report.pictures.chart import PlottedCurve, bars, curves
 from megazero.report.pictures.layout_picture import MOST_RANKS, layout_parts
 from megazero.report.pictures.ledger_picture import CATEGORY_COLOURS
 from megazero.report.summary import RunSummary
@@ -104,10 +104,10 @@ def _tiles(summary: RunSummary) -> str:
     )
 
 
-def loss_lines(history: History) -> list[Curve]:
+def loss_lines(history: History) -> list[PlottedCurve]:
     """Return the loss of training, and that of every split that was evaluated."""
     evaluated = (
-        Curve(split, np.array([at for at, _ in found], np.float64), np.array([loss for _, loss in found]), True)
+        PlottedCurve(split, np.array([at for at, _ in found], np.float64), np.array([loss for _, loss in found]), True)
         for split, found in history.evaluations.items()
     )
     return [_of(history, "loss", "training"), *evaluated]
@@ -128,15 +128,15 @@ def _curves(history: History) -> str:
     return f'{lead}<div class="charts">{"".join(f"<div>{chart}</div>" for chart in charts if chart)}</div>'
 
 
-def _of(history: History, name: str, title: str = "") -> Curve:
-    return Curve(title or name, history.iterations.astype(np.float64), history.figures[name])
+def _of(history: History, name: str, title: str = "") -> PlottedCurve:
+    return PlottedCurve(title or name, history.iterations.astype(np.float64), history.figures[name])
 
 
-def _peaks(history: History) -> list[Curve]:
+def _peaks(history: History) -> list[PlottedCurve]:
     """Return the memory in MiB, with a mark at every point where checkpoints alone have it; none if none is counted."""
     iterations, peaks = np.array(history.peaks, np.float64).reshape(-1, 2).T
     dotted = len(peaks) < len(history.iterations)
-    return [Curve("peak", iterations, peaks / 2**20, dotted)] if peaks.any() else []
+    return [PlottedCurve("peak", iterations, peaks / 2**20, dotted)] if peaks.any() else []
 
 
 def _memory(ranks: Sequence[Mapping[str, Any]]) -> str:

@@ -13,7 +13,7 @@ from typing import Protocol
 from megazero.config.run import LoggingConfig
 from megazero.console import Console
 from megazero.report.curves_file import CurvesFile
-from megazero.report.device_memory import StepMemory, device_memory_scalars
+from megazero.report.device_memory import ProcessMemory, device_memory_scalars
 from megazero.report.ledger_report import ledger_scalars
 from megazero.report.metrics import (
     Evaluation,
@@ -240,7 +240,7 @@ class TrackerWriter:
             scalars.update(_memory_scalars(ranks))
         scalars.update(ledger_scalars([figures.ledger for figures in ranks]))
         scalars.update(_link_scalars(ranks))
-        memory = [StepMemory(figures.peak_memory_bytes, figures.device_memory_bytes) for figures in ranks]
+        memory = [ProcessMemory(figures.peak_memory_bytes, figures.device_memory_bytes) for figures in ranks]
         scalars.update(device_memory_scalars(memory))
         return scalars
 

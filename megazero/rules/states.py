@@ -172,7 +172,7 @@ def moments_in_8_bits_have_kernels(
 ) -> Iterator[Problem]:
     """Yield the problems of an optimizer with moments in 8 bits; nothing is imported.
 
-    optimizer: by its name in the table.  named: as the user says it.
+    optimizer: by its name in the table.  named: as the user names it.
     """
     package = OPTIMIZERS[optimizer].package
     if not package:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.parallel.param_spec import Init, spec_of
+from megazero.parallel.param_spec import InitialValue, spec_of
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,
     ReplicatedKeyValueLinear,
@@ -88,7 +88,7 @@ def adapt_column(tp: TensorParallel, layer: ColumnParallelLinear | ReplicatedKey
     """Give a layer whose outputs are cut an adapter."""
     *outputs, inputs = spec_of("", layer.weight).full_shape
     tp = replace(tp, products=tp.head_products)
-    init = Init("zeros")
+    init = InitialValue("zeros")
     if isinstance(layer, ReplicatedKeyValueLinear):
         two, heads, width = outputs
         pairs = (two, heads, width, form.rank)
@@ -98,7 +98,7 @@ def adapt_column(tp: TensorParallel, layer: ColumnParallelLinear | ReplicatedKey
     else:
         shape = (*outputs, form.rank)
         second = ColumnParallelLinear(tp, logical_shape=shape, split_dim=layer.split_dim, init=init, has_bias=False)
-    first = _Outside(tp, form.rank, inputs, Init("normal", first_std(inputs)))
+    first = _Outside(tp, form.rank, inputs, InitialValue("normal", first_std(inputs)))
     layer.adapter = Adapter(first, second, scale=form.scale, dropout=_Dropout(tp, form.dropout, is_inside=False))
 
 
@@ -106,16 +106,16 @@ def adapt_row(tp: TensorParallel, layer: RowParallelLinear, form: LowRank) -> No
     """Give a layer whose inputs are cut an adapter."""
     outputs, inputs = spec_of("", layer.weight).full_shape
     tp = replace(tp, products=tp.head_products)
-    init = Init("normal", first_std(inputs))
+    init = InitialValue("normal", first_std(inputs))
     first = RowParallelLinear(tp, logical_shape=(form.rank, inputs), init=init, has_bias=False)
-    second = _Outside(tp, outputs, form.rank, Init("zeros"))
+    second = _Outside(tp, outputs, form.rank, InitialValue("zeros"))
     layer.adapter = Adapter(first, second, scale=form.scale, dropout=_Dropout(tp, form.dropout, is_inside=True))
 
 
 class _Outside(nn.Module):
     """A linear layer outside of sharded regions, [n, in] to [n, out], whose weight every rank holds whole."""
 
-    def __init__(self, tp: TensorParallel, outputs: int, inputs: int, init: Init) -> None:
+    def __init__(self, tp: TensorParallel, outputs: int, inputs: int, init: InitialValue) -> None:
         super().__init__()
         self._tp = tp
         self.weight = replicated_parameter(tp, (outputs, inputs), init=init, decay=True)

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.parallel.gradient_slot import GetGradientSlot, gradient_slot_of
-from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
+from megazero.parallel.param_spec import InitialValue, ParamSpec, attach_spec
 from megazero.tensor_parallel.activation import FusedActivation
 from megazero.tensor_parallel.deferred import DeferredGradients, MakeGradient
 from megazero.tensor_parallel.products import TORCH, Products
@@ -148,7 +148,13 @@ class ColumnParallelLinear(nn.Module):
     adapter: nn.Module | None
 
     def __init__(
-        self, tp: TensorParallel, *, logical_shape: tuple[int, ...], split_dim: int, init: Init, has_bias: bool = True
+        self,
+        tp: TensorParallel,
+        *,
+        logical_shape: tuple[int, ...],
+        split_dim: int,
+        init: InitialValue,
+        has_bias: bool = True,
     ) -> None:
         super().__init__()
         assert split_dim < len(logical_shape) - 1, "a column-parallel layer cuts outputs"
@@ -157,7 +163,9 @@ class ColumnParallelLinear(nn.Module):
         self.split_dim = split_dim
         self.weight = sharded_parameter(tp, logical_shape, split_dim, init=init)
         outputs = logical_shape[:-1]
-        self.bias = sharded_parameter(tp, outputs, split_dim, init=Init("zeros"), flat=True) if has_bias else None
+        self.bias = (
+            sharded_parameter(tp, outputs, split_dim, init=InitialValue("zeros"), flat=True) if has_bias else None
+        )
         self.adapter = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,7 +197,7 @@ class ReplicatedKeyValueLinear(nn.Module):
         *,
         logical_shape: tuple[int, int, int, int],
         used: Sequence[int],
-        init: Init,
+        init: InitialValue,
         has_bias: bool = True,
     ) -> None:
         super().__init__()
@@ -197,7 +205,7 @@ class ReplicatedKeyValueLinear(nn.Module):
         self._shape = logical_shape
         self.used = tuple(used)
         self.weight = replicated_parameter(tp, logical_shape, init=init, decay=True, is_inside=True)
-        zeros = Init("zeros")
+        zeros = InitialValue("zeros")
         self.bias = (
             replicated_parameter(tp, logical_shape[:-1], init=zeros, decay=False, is_inside=True, flat=True)
             if has_bias
@@ -236,14 +244,14 @@ class RowParallelLinear(nn.Module):
     adapter: nn.Module | None
 
     def __init__(
-        self, tp: TensorParallel, *, logical_shape: tuple[int, int], init: Init, has_bias: bool = True
+        self, tp: TensorParallel, *, logical_shape: tuple[int, int], init: InitialValue, has_bias: bool = True
     ) -> None:
         super().__init__()
         self._tp = tp
         self.products = tp.products
         self.leaves_bias = False
         self.weight = sharded_parameter(tp, logical_shape, 1, init=init)
-        zeros = Init("zeros")
+        zeros = InitialValue("zeros")
         self.bias = replicated_parameter(tp, logical_shape[:1], init=zeros, decay=False) if has_bias else None
         self.adapter = None
 
@@ -310,7 +318,7 @@ def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linea
 
 
 def sharded_parameter(
-    tp: TensorParallel, logical_shape: Sequence[int], split_dim: int, *, init: Init, flat: bool = False
+    tp: TensorParallel, logical_shape: Sequence[int], split_dim: int, *, init: InitialValue, flat: bool = False
 ) -> nn.Parameter:
     """Make this rank's equal slice along `split_dim`: [prod(*out), in], or one dim (and no decay) if flat."""
     size, rank = tp.communicator.size, tp.communicator.rank
@@ -336,7 +344,7 @@ def replicated_parameter(
     tp: TensorParallel,
     shape: Sequence[int],
     *,
-    init: Init,
+    init: InitialValue,
     decay: bool,
     is_inside: bool = False,
     flat: bool = False,

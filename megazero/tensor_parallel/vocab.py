@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megazero.parallel.gradient_slot import GetGradientSlot, add_to, gradient_slot_of
-from megazero.parallel.param_spec import Init, ParamSpec
+from megazero.parallel.param_spec import InitialValue, ParamSpec
 from megazero.tensor_parallel.cross_entropy import IN_PLACE, Softmax
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.layers import TensorParallel, column_linear, uninitialised_parameter
@@ -29,7 +29,7 @@ class VocabParallelEmbedding(nn.Module):
     """A layer from token ids [...] to vectors [..., h], alike on all ranks; n ids to [n / t, h] if tokens are split."""
 
     def __init__(
-        self, tp: TensorParallel, *, vocab_size: int, padded_vocab_size: int, hidden_size: int, init: Init
+        self, tp: TensorParallel, *, vocab_size: int, padded_vocab_size: int, hidden_size: int, init: InitialValue
     ) -> None:
         super().__init__()
         self._tp = tp
@@ -86,7 +86,7 @@ class VocabParallelHead(nn.Module):
     """A head with a matrix of its own: hidden [..., h] to this rank's logits [..., Vp / t], or the summed loss."""
 
     def __init__(
-        self, tp: TensorParallel, *, vocab_size: int, padded_vocab_size: int, hidden_size: int, init: Init
+        self, tp: TensorParallel, *, vocab_size: int, padded_vocab_size: int, hidden_size: int, init: InitialValue
     ) -> None:
         super().__init__()
         self._tp = tp
@@ -98,7 +98,7 @@ class VocabParallelHead(nn.Module):
 
 
 def vocab_parameter(
-    tp: TensorParallel, vocab_size: int, padded_vocab_size: int, hidden_size: int, *, init: Init
+    tp: TensorParallel, vocab_size: int, padded_vocab_size: int, hidden_size: int, *, init: InitialValue
 ) -> nn.Parameter:
     """Make this rank's rows of a [V, h] matrix, [Vp / t, h]; some, or all, of the last ranks' rows may be padding."""
     size, rank = tp.communicator.size, tp.communicator.rank

@@ -25,7 +25,7 @@ from megazero.memory.host_copy import HostCopy
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate
 from megazero.pipeline.trace import SpanRow
-from megazero.report.device_memory import MemoryReport, StepMemory
+from megazero.report.device_memory import MemoryReport, ProcessMemory
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics, traffic_line
 from megazero.report.pipeline_report import PipelineReport
@@ -126,7 +126,7 @@ class _PendingStep(NamedTuple):
     timers: Timings
     comm_bytes: Mapping[str, Mapping[str, int]]
     bytes_across_nodes: Mapping[str, Mapping[str, int]]
-    memory: StepMemory
+    memory: ProcessMemory
     ledger: Mapping[str, Any]
     spans: Sequence[SpanRow] | None
     data_wait_seconds: float

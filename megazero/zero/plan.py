@@ -62,7 +62,7 @@ class Lifetime(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class PlacementRow:
     """The placement, number format, lifetime and home of one kind of state.
 
     A gradient's home is where it is after reduction.
@@ -82,9 +82,9 @@ class Row:
 class ZeroPlan:
     """The table resolved for a configuration: a row for each kind of state."""
 
-    parameter: Row
-    gradient: Row
-    optimizer: Row
+    parameter: PlacementRow
+    gradient: PlacementRow
+    optimizer: PlacementRow
     gradient_wire: torch.dtype
     """Number format in which gradients are reduced."""
     skips_not_finite: bool = False
@@ -230,9 +230,9 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
     home = HOMES[zero.offload_optimizer]
     gradient_home = Home.HOST if home is Home.FILE and not zero.offload_gradients_nvme else home
     return ZeroPlan(
-        parameter=Row(stage.parameter, parameter_dtype, gathered, HOMES[zero.offload_param]),
-        gradient=Row(stage.gradient, gradient_dtype, lifetime, gradient_home),
-        optimizer=Row(stage.optimizer, master_dtype, home=home),
+        parameter=PlacementRow(stage.parameter, parameter_dtype, gathered, HOMES[zero.offload_param]),
+        gradient=PlacementRow(stage.gradient, gradient_dtype, lifetime, gradient_home),
+        optimizer=PlacementRow(stage.optimizer, master_dtype, home=home),
         gradient_wire=DTYPES.get(zero.communication_data_type, gradient_dtype),
         skips_not_finite=precision.check_grad_overflow,
         share_at_home=zero.offload_optimizer_ratio,
@@ -275,7 +275,7 @@ def model_state_bytes(
     reduced sums is.
     """
 
-    def stored(row: Row) -> int:
+    def stored(row: PlacementRow) -> int:
         return numel if row.placement is Placement.REPLICATED else numel // partitions
 
     resident = plan.gradient.lifetime is Lifetime.RESIDENT and home is Home.DEVICE

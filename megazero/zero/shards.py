@@ -76,7 +76,7 @@ class _Owned:
 
     @property
     def stored_moments(self) -> tuple[Tensor | FileState, ...]:
-        """What holds the moments: of one in 8 bits its codes and its maxima."""
+        """The tensors that hold the moments: of one in 8 bits its codes and its maxima."""
         return (*self.moments.values(), *(part for moment in self.blocks.values() for part in moment.tensors))
 
     @property

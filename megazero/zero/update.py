@@ -13,7 +13,7 @@ from megazero.memory.copies import ARRIVED, Arrival
 from megazero.memory.homes import StateHome
 from megazero.memory.lease import Scratch
 from megazero.optim.grad_norm import first_overflow
-from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, MeasuringOptimizer, Run, StepInputs, advance
+from megazero.optim.inner import NOT_UPDATED, ElementRun, InnerOptimizer, MeasuringOptimizer, StepInputs, advance
 from megazero.parallel.param_spec import StateElsewhere, StateFragment
 from megazero.timers import Timers
 from megazero.zero.gradients.gradient_norms import GradientNorms
@@ -47,7 +47,7 @@ class OwnedRun(NamedTuple):
     sub_group: SubGroup
     within: Range
     group: int
-    tensors: Run | None
+    tensors: ElementRun | None
     parameter: str = ""
 
     @property
@@ -311,7 +311,7 @@ class ShardUpdate:
 
     def _of_parameter(
         self, owned: OwnedRun, part: Fragment, at_home: "_HomeStep", inputs: StepInputs
-    ) -> tuple[Run, StepInputs]:
+    ) -> tuple[ElementRun, StepInputs]:
         """Return the tensors of a part of a run that is of one parameter, and a step's inputs with its figures."""
         name = part.spec.name
         run = self._tensors(owned, part.within)._replace(parameter=name, start=part.start)
@@ -590,14 +590,14 @@ class ShardUpdate:
         start = within.start - owned.within.start
         return {kind: tensor[start : start + within.numel] for kind, tensor in state.items()}
 
-    def _bound(self, owned: OwnedRun) -> Run:
+    def _bound(self, owned: OwnedRun) -> ElementRun:
         """Return a run's tensors, without elements where the states are in files and come for an update only."""
         if owned.tensors is not None:
             return owned.tensors
         nothing = torch.empty(0, dtype=self._shards.plan.optimizer.dtype)
-        return Run(nothing, nothing, {}, owned.group)
+        return ElementRun(nothing, nothing, {}, owned.group)
 
-    def _tensors(self, owned: OwnedRun, part: Range | None = None) -> Run:
+    def _tensors(self, owned: OwnedRun, part: Range | None = None) -> ElementRun:
         """Return the tensors of a run, or of a part of it; those at home in files come to host memory for it."""
         within = owned.within if part is None else part
         if owned.tensors is not None:
@@ -606,7 +606,7 @@ class ShardUpdate:
         shards, bucket = self._shards, owned.bucket
         moments = {kind: shards.moment(kind, bucket, within) for kind in shards.kinds_of(bucket)}
         master, gradient = shards.master(bucket, within), shards.reduced_gradient(bucket, within)
-        return Run(master, gradient, moments, owned.group, blocks=shards.blocks(bucket, within))
+        return ElementRun(master, gradient, moments, owned.group, blocks=shards.blocks(bucket, within))
 
 
 def _at_home(home: StateHome, step: Tensor, inputs: StepInputs) -> _HomeStep:

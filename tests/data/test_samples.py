@@ -12,7 +12,7 @@ from support.each import each
 from support.token_files import count_up, write_corpus
 
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.samples import RemainingSamples, SampleSource, Split, parse_split, split_sequences
+from megazero.data.samples import RemainingSamples, SampleSource, SplitShares, parse_split, split_sequences
 from megazero.errors import DataError
 from megazero.rules.files import split_shares
 
@@ -57,7 +57,7 @@ def test_a_small_share_is_a_sequence(text: str, count: int, sizes: list[int]) ->
 
 
 def test_one_number_gives_all_to_train() -> None:
-    assert parse_split("7") == Split(1.0, 0.0, 0.0)
+    assert parse_split("7") == SplitShares(1.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("text", ["90/10", "1e3,1_0", "969, 30, 1"])

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.memory.ledger_figures import CATEGORIES, AllocatorSample, Category, PhaseMark, StepMemory, Timeline
+from megazero.memory.ledger_figures import CATEGORIES, AllocatorSample, Category, MemoryTimeline, PhaseMark, StepMemory
 
 Change = tuple[int, Category, int]
 
 
-def timeline(start: dict[Category, int], changes: list[Change]) -> Timeline:
+def timeline(start: dict[Category, int], changes: list[Change]) -> MemoryTimeline:
     row = np.array([start.get(name, 0) for name in CATEGORIES], np.int64)
-    return Timeline.of_changes(row, changes, [PhaseMark(0, "forward")], 100)
+    return MemoryTimeline.of_changes(row, changes, [PhaseMark(0, "forward")], 100)
 
 
 def test_the_peak_by_hand() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megazero.model import initial_values as initialize
 from megazero.model.initial_values import initial_value, initialize_
-from megazero.parallel.param_spec import Init, ParamSpec, named_specs
+from megazero.parallel.param_spec import InitialValue, ParamSpec, named_specs
 
 VOCAB = 101
-NORMAL = Init("normal", 0.5)
+NORMAL = InitialValue("normal", 0.5)
 
 
 class Axis:
@@ -24,7 +24,7 @@ class Axis:
         self.rank, self.size = rank, size
 
 
-def whole_spec(shape: tuple[int, ...], init: Init = NORMAL, name: str = "w") -> ParamSpec:
+def whole_spec(shape: tuple[int, ...], init: InitialValue = NORMAL, name: str = "w") -> ParamSpec:
     return ParamSpec(name, shape, shape, (0,) * len(shape), init=init)
 
 
@@ -86,21 +86,21 @@ def test_blocks_of_one_tensor_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_distributions_are_those_asked_for() -> None:
     value = initial_value(whole_spec((1500, 800)), 5)
     assert abs(value.mean().item()) < 0.005 and abs(value.std().item() - 0.5) < 0.005
-    assert torch.equal(initial_value(whole_spec((7,), Init("ones")), 1), torch.ones(7))
-    assert torch.equal(initial_value(whole_spec((7,), Init("zeros")), 1), torch.zeros(7))
+    assert torch.equal(initial_value(whole_spec((7,), InitialValue("ones")), 1), torch.ones(7))
+    assert torch.equal(initial_value(whole_spec((7,), InitialValue("zeros")), 1), torch.zeros(7))
 
 
 def test_gpt2_scales() -> None:
     config = small_config(init_method_std=0.3)
     stds = {spec.name: spec.init for spec, _ in named_specs(build_gpt(config, context(), vocab_size=VOCAB))}
-    small = Init("normal", 0.3 / math.sqrt(6))
+    small = InitialValue("normal", 0.3 / math.sqrt(6))
     for name, init in stds.items():
         if "norm" in name:
-            assert init == Init("ones" if name.endswith("weight") else "zeros"), name
+            assert init == InitialValue("ones" if name.endswith("weight") else "zeros"), name
         elif name.endswith("bias"):
-            assert init == Init("zeros"), name
+            assert init == InitialValue("zeros"), name
         else:
-            assert init == (small if "projection" in name or "down" in name else Init("normal", 0.3)), name
+            assert init == (small if "projection" in name or "down" in name else InitialValue("normal", 0.3)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

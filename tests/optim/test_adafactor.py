@@ -15,7 +15,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.adafactor import Adafactor
 from megazero.optim.factors import Factors
 from megazero.optim.grouping import DECAYED
-from megazero.optim.inner import Run, StepInputs
+from megazero.optim.inner import ElementRun, StepInputs
 from megazero.parallel.param_spec import ParamSpec
 
 LR = 0.03
@@ -48,7 +48,7 @@ def train(shape: tuple[int, ...], options: dict[str, Any], *, by_torch: bool) ->
     cuts = [0, *(cut for cut in CUT if cut < master.numel()), master.numel()]
     for number, gradient in enumerate(gradients):
         step, factor = torch.tensor(number + 1.0), torch.tensor([4.0], dtype=torch.float64)
-        run = Run(master, gradient.flatten() / 4.0, {}, DECAYED, "w")
+        run = ElementRun(master, gradient.flatten() / 4.0, {}, DECAYED, "w")
         parts = [run.part(*ends) for ends in pairwise(cuts)]
         inputs = StepInputs(LR, factor, None)
         for place in range(optimizer.num_passes):

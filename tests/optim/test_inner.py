@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.compiled import lacking
 from megazero.optim import inner
-from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs, advance
+from megazero.optim.inner import AdamWSettings, ElementRun, FusedAdamW, StepInputs, advance
 from megazero.parallel.param_spec import ParamSpec
 from megazero.tensor_parallel.compiler import compiled
 
@@ -51,7 +51,9 @@ class Flat:
         optimizer = FusedAdamW(SETTINGS)
         for decay, part in self.parts().items():
             moments = {"exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
-            run = Run(self.master[part], gradient[part], moments, optimizer.group_of(spec(decay), nn.Parameter()))
+            run = ElementRun(
+                self.master[part], gradient[part], moments, optimizer.group_of(spec(decay), nn.Parameter())
+            )
             if by is None:
                 optimizer.update(0, run, self.step, inputs, buffers=self.pool)
             else:
@@ -138,7 +140,7 @@ def test_one_pass_without_an_average(betas: tuple[float, float]) -> None:
         given = inputs(1e-2)
         advance(step, given)
         given = given.for_masters(torch.float64)
-        inner.in_one_pass(inner.adamw, Run(master, gradient, moments, 0), step, given, options, 1e-2)
+        inner.in_one_pass(inner.adamw, ElementRun(master, gradient, moments, 0), step, given, options, 1e-2)
     torch.testing.assert_close(master, weight.detach(), rtol=1e-14, atol=1e-14)
 
 
@@ -168,7 +170,7 @@ def test_a_gpu_updates_by_either_kernel() -> None:
         for rate, gradient in zip(RATES, gradients(torch.bfloat16), strict=True):
             given = inputs(rate, 0.5).to(device)
             advance(step, given)
-            run = Run(master, gradient.to(device), {"exp_avg": first, "exp_avg_sq": second}, 0)
+            run = ElementRun(master, gradient.to(device), {"exp_avg": first, "exp_avg_sq": second}, 0)
             optimizer.update(0, run, step, given.for_masters(torch.float32), buffers=pool)
         found.append((master, first, second))
     for ours, theirs in zip(*found, strict=True):
@@ -219,7 +221,7 @@ def test_a_run_is_updated_in_two_operations(
     """A gradient is read once, and scaled in the precision of the master weights (meta tensors stand for a GPU's)."""
     place = torch.device(device)
     weights, *moments = (torch.zeros(NUMEL[True], dtype=master, device=place) for _ in range(3))
-    run = Run(
+    run = ElementRun(
         weights,
         torch.zeros(NUMEL[True], dtype=gradient, device=place),
         dict(zip(FusedAdamW.moments, moments, strict=True)),
@@ -350,7 +352,7 @@ def test_a_run_about_as_long_as_a_piece_really_is(extra: int) -> None:
     gradient = torch.where(torch.arange(numel) % 3 == 0, -1.0, 2.0)
     pool, step = FusedBuffers(numel * 4, torch.device("cpu")), torch.ones(())
     given = inputs(0.5).for_masters(torch.float32)
-    FusedAdamW(SETTINGS).update(0, Run(master, gradient, moments, 0), step, given, buffers=pool)
+    FusedAdamW(SETTINGS).update(0, ElementRun(master, gradient, moments, 0), step, given, buffers=pool)
     torch.testing.assert_close(master, -0.5 * gradient.sign(), rtol=1e-5, atol=0)
 
 

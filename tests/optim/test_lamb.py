@@ -11,7 +11,7 @@ from megazero.config.choices import defaults_of
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.grouping import DECAYED
-from megazero.optim.inner import Run, StepInputs
+from megazero.optim.inner import ElementRun, StepInputs
 from megazero.optim.lamb import Lamb
 
 CUT = 4
@@ -33,7 +33,7 @@ def steps_in_parts(options: dict[str, Any], start: Tensor, gradients: list[Tenso
     moments = {name: torch.zeros_like(master) for name in Lamb.moments}
     for number, gradient in enumerate(gradients):
         step = torch.tensor(number + 1.0)
-        run = Run(master, gradient / factor, moments, DECAYED)
+        run = ElementRun(master, gradient / factor, moments, DECAYED)
         parts = (run.part(0, CUT), run.part(CUT, master.numel()))
         inputs = StepInputs(0.03, torch.tensor([factor], dtype=master.dtype), None)
         squares = torch.zeros(2, dtype=torch.float64)

@@ -16,7 +16,7 @@ from megazero.parallel.gradient_slot import (
     detach_gradient_slot,
     gradient_slot_of,
 )
-from megazero.parallel.param_spec import Init
+from megazero.parallel.param_spec import InitialValue
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megazero.tensor_parallel.regions import Border
@@ -101,13 +101,13 @@ class Case:
 
 
 def column(dtype: torch.dtype) -> Case:
-    layer = ColumnParallelLinear(context(dtype=dtype), logical_shape=(OUT, IN), split_dim=0, init=Init())
+    layer = ColumnParallelLinear(context(dtype=dtype), logical_shape=(OUT, IN), split_dim=0, init=InitialValue())
     nn.init.normal_(layer.weight), nn.init.zeros_(layer.bias)
     return linear_case(layer, dtype)
 
 
 def row(dtype: torch.dtype) -> Case:
-    layer = RowParallelLinear(context(dtype=dtype), logical_shape=(OUT, IN), init=Init())
+    layer = RowParallelLinear(context(dtype=dtype), logical_shape=(OUT, IN), init=InitialValue())
     nn.init.normal_(layer.weight), nn.init.zeros_(layer.bias)
     return linear_case(layer, dtype)
 
@@ -128,7 +128,7 @@ def weights(seed: int, dtype: torch.dtype) -> Tensor:
 
 def embedding(dtype: torch.dtype) -> Case:
     layer = VocabParallelEmbedding(
-        context(dtype=dtype), vocab_size=OUT, padded_vocab_size=OUT, hidden_size=IN, init=Init()
+        context(dtype=dtype), vocab_size=OUT, padded_vocab_size=OUT, hidden_size=IN, init=InitialValue()
     )
     nn.init.normal_(layer.weight)
 

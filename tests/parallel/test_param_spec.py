@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megazero.parallel.param_spec import Box, Init, ParamSpec, attach_spec, named_specs, spec_of
+from megazero.parallel.param_spec import Box, InitialValue, ParamSpec, attach_spec, named_specs, spec_of
 
 
 def vocabulary_rows(rank: int) -> ParamSpec:
@@ -74,7 +74,7 @@ def test_modules_that_nobody_described_are_whole_and_decay_if_they_are_matrices(
 
 def test_a_described_parameter_keeps_its_spec_under_the_modules_name() -> None:
     model = nn.ModuleDict({"a": nn.Linear(5, 4, bias=False)})
-    described = replace(vocabulary_rows(2), name="", init=Init("normal", 0.02))
+    described = replace(vocabulary_rows(2), name="", init=InitialValue("normal", 0.02))
     parameter = model["a"].weight
     assert attach_spec(parameter, described) is parameter
     assert spec_of("a.weight", parameter) == replace(described, name="a.weight")

@@ -14,7 +14,7 @@ from megazero.parallel.launch import Launch
 from megazero.planner.calibrate import calibrate, measured
 from megazero.planner.hardware import COLLECTIVES, LINKS, read_hardware, to_yaml
 from megazero.planner.machines import hardware_of
-from megazero.planner.measuring import Effort, Meter, Place, kernels_of
+from megazero.planner.measuring import Effort, GroupStopwatch, Place, kernels_of
 
 CPU = torch.device("cpu")
 LEAST = Effort(0.0001, 1, sizes=(16, 32), lengths=(16,), messages=(1 << 10, 1 << 14), nbytes=(1 << 12, 1 << 14))
@@ -64,7 +64,7 @@ def test_kernels_are_counted_as_in_a_dry_run() -> None:
 
 
 def slow_second(rank: int) -> tuple[float, float]:
-    meter = Meter(Place(rank, 2, CPU, mesh_in_worker(rank, dp=2).world), LEAST)
+    meter = GroupStopwatch(Place(rank, 2, CPU, mesh_in_worker(rank, dp=2).world), LEAST)
     seconds = 0.02 * (1 + 2 * rank)
     return meter.seconds(lambda: time.sleep(seconds)), meter.seconds(lambda: time.sleep(seconds), alone=True)
 
@@ -77,5 +77,5 @@ def test_a_figure_is_the_slowest_process_s_and_alone_the_first_s() -> None:
 
 
 def test_a_figure_is_of_one_call() -> None:
-    meter = Meter(Place(0, 1, CPU, LocalCommunicator()), Effort(seconds=0.05, repetitions=3))
+    meter = GroupStopwatch(Place(0, 1, CPU, LocalCommunicator()), Effort(seconds=0.05, repetitions=3))
     assert 0.002 <= meter.seconds(lambda: time.sleep(0.002)) < 0.02

@@ -7,15 +7,24 @@ import pytest
 from megazero.errors import DataError
 from megazero.planner.compare import compared, lines
 from megazero.planner.seconds import StepTime
-from megazero.planner.timeline import Enter, Send, Wait, Work, simulate
+from megazero.planner.timeline import DeviceWork, Enter, Send, Wait, simulate
 
 STEP = StepTime(
     10.0,
     simulate(
         [
             [
-                *(Enter("F0"), Work(1), Enter("B0"), Work(2), Enter("F1"), Work(1), Enter("B1"), Work(2)),
-                *(Send(0, "pp", 1, "pipeline"), Wait(0), Enter("update"), Work(3)),
+                *(
+                    Enter("F0"),
+                    DeviceWork(1),
+                    Enter("B0"),
+                    DeviceWork(2),
+                    Enter("F1"),
+                    DeviceWork(1),
+                    Enter("B1"),
+                    DeviceWork(2),
+                ),
+                *(Send(0, "pp", 1, "pipeline"), Wait(0), Enter("update"), DeviceWork(3)),
             ]
         ]
     ),

@@ -7,14 +7,14 @@ import pytest
 from megazero.planner.forecast import Forecast
 from megazero.planner.machines import MACHINES
 from megazero.planner.seconds import StepTime
-from megazero.planner.timeline import StageTime, Work, simulate
+from megazero.planner.timeline import DeviceWork, StageTime, simulate
 
 A100 = replace(MACHINES["dgx-a100"], error=0.25)
 
 
 def forecast(stages: tuple[StageTime, ...] = (), *, total_tokens: int = 0) -> Forecast:
     """Return the forecast of steps of 2 seconds and 10^6 tokens on 64 devices, of a model of 6 x 10^9 FLOPs a token."""
-    step = StepTime(2.0, stages or simulate([[Work(1.5, products=1.0)]]))
+    step = StepTime(2.0, stages or simulate([[DeviceWork(1.5, products=1.0)]]))
     return Forecast(step, A100, 64, 10**6, 6 * 10**9, "bf16", total_tokens)
 
 

@@ -13,7 +13,7 @@ from megazero.planner.dry_run import DryJob
 from megazero.planner.machines import MACHINES
 from megazero.planner.plan import Plan, make_plan, parts_of
 from megazero.planner.show import lines
-from megazero.planner.trace import Compute, Copy, Message, Wait
+from megazero.planner.trace import Compute, Copy, Message, TraceWait
 from megazero.planner.words import read_run
 
 LAYERS, HIDDEN, LENGTH, VOCABULARY, MICRO = 4, 256, 64, 1024, 2
@@ -72,9 +72,9 @@ def test_the_trace_and_the_meter_count_the_same(plan: Plan) -> None:
 def test_waits_name_earlier_messages_and_copies_of_the_part(plan: Plan) -> None:
     for rank in plan.ranks:
         for events in rank.trace.parts.values():
-            waits = [(place, event.number) for place, event in enumerate(events) if isinstance(event, Wait)]
+            waits = [(place, event.number) for place, event in enumerate(events) if isinstance(event, TraceWait)]
             assert all(number < place and isinstance(events[number], Message | Copy) for place, number in waits)
-        assert any(isinstance(event, Wait) for event in rank.trace.parts["steady step"])
+        assert any(isinstance(event, TraceWait) for event in rank.trace.parts["steady step"])
 
 
 def test_products_are_those_of_the_model(plan: Plan) -> None:

@@ -26,7 +26,7 @@ from megazero.planner.trace import (
     Message,
     Operation,
     RankTrace,
-    Wait,
+    TraceWait,
     Where,
 )
 
@@ -70,8 +70,15 @@ def timed(trace: JobTrace, machine: Hardware = MACHINE, **options: Any) -> StepT
 
 
 def test_kernels_messages_copies_and_files_have_their_seconds() -> None:
-    events = [product(3), kernel(2), message(), Wait(2, "device"), Copy("load", 8, FORWARD), Wait(4, "device")]
-    found = timed(job([*events, FileAccess("read", 8, FORWARD), Wait(6, "host"), kernel(1, UPDATE)]))
+    events = [
+        product(3),
+        kernel(2),
+        message(),
+        TraceWait(2, "device"),
+        Copy("load", 8, FORWARD),
+        TraceWait(4, "device"),
+    ]
+    found = timed(job([*events, FileAccess("read", 8, FORWARD), TraceWait(6, "host"), kernel(1, UPDATE)]))
     assert found.seconds == 3 + 2 + 1 + 2 + 1 + 1
     (stage,) = found.stages
     assert stage.busy == {"products": 3, "memory": 3}
@@ -86,7 +93,7 @@ def test_a_message_without_a_wait_ends_before_the_step_does() -> None:
 
 def test_a_group_on_several_nodes_takes_the_links_between_them() -> None:
     across = Channel("dp", (0, 8), (0, 1))
-    found = timed(job([message("far"), Wait(0, "device")], far=across))
+    found = timed(job([message("far"), TraceWait(0, "device")], far=across))
     assert found.seconds == 5
     assert found.stages[0].waits["dp across nodes"] == 5
 
@@ -132,9 +139,9 @@ def events_of(actions: Sequence[Action], stage: int, stages: int, seconds: dict[
             continue
         way = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.INPUT_GRADIENT: "b"}.get(action.kind, "")
         number = receives.get((way, action.micro_batch, action.chunk))
-        events += [] if number is None else [Wait(number, "device")]
+        events += [] if number is None else [TraceWait(number, "device")]
         events += [Begin(action.kind.value, action.micro_batch, action.chunk), kernel(seconds[action.kind])]
-    return [*events, *(Wait(number, "device") for number in sends), kernel(3, UPDATE)]
+    return [*events, *(TraceWait(number, "device") for number in sends), kernel(3, UPDATE)]
 
 
 @each(
@@ -185,7 +192,7 @@ def test_a_norm_over_all_stages_waits_for_the_last_of_them() -> None:
             stage,
             {"tp": 0, "pp": stage, "dp": 0},
             {"world": world},
-            {"steady step": (kernel(seconds), message("world", "scalars"), Wait(1, "device"), kernel(1))},
+            {"steady step": (kernel(seconds), message("world", "scalars"), TraceWait(1, "device"), kernel(1))},
         )
         for stage, seconds in enumerate((2, 9))
     )

@@ -11,11 +11,22 @@ from megazero.pipeline import schedule as module
 from megazero.pipeline.passes import with_exchanges
 from megazero.pipeline.schedule import Kind, Shape
 from megazero.pipeline.timeline import EQUAL_PARTS, predicted_idle_share
-from megazero.planner.timeline import Deadlock, Enter, HostWork, Send, Span, Step, Wait, Work, merged, simulate
+from megazero.planner.timeline import (
+    Deadlock,
+    DeviceWork,
+    Enter,
+    HostWork,
+    LaneSpan,
+    Send,
+    Step,
+    Wait,
+    merged,
+    simulate,
+)
 
 
-def compute(seconds: float) -> Work:
-    return Work(seconds, products=seconds)
+def compute(seconds: float) -> DeviceWork:
+    return DeviceWork(seconds, products=seconds)
 
 
 def test_a_bucket_is_sent_beside_backward_and_its_end_waits() -> None:
@@ -61,7 +72,7 @@ def test_what_is_beside_a_message_is_delayed_by_a_part_of_it() -> None:
 
 def test_a_host_that_issues_slower_than_the_device_runs() -> None:
     slow_host = merged([(1.0, 3.0, False)] * 4)
-    assert slow_host == Work(4, 12, 13, 0)
+    assert slow_host == DeviceWork(4, 12, 13, 0)
     (times,) = simulate([[slow_host, slow_host]])
     assert (times.end, times.waits["host"]) == (25, 17)
     (ahead,) = simulate([[compute(100), slow_host]])
@@ -78,9 +89,9 @@ def test_a_device_that_waits_lets_the_host_go_on_and_a_host_that_waits_does_not(
 
 
 def test_work_of_the_host_runs_beside_the_device() -> None:
-    (times,) = simulate([[compute(5), HostWork(3, "update on the host"), Work(1, 0, 0)]])
+    (times,) = simulate([[compute(5), HostWork(3, "update on the host"), DeviceWork(1, 0, 0)]])
     assert times.end == 6
-    (on_a_cpu,) = simulate([[compute(5), HostWork(3, "update on the host"), Work(1, 0, 0)]], asynchronous=False)
+    (on_a_cpu,) = simulate([[compute(5), HostWork(3, "update on the host"), DeviceWork(1, 0, 0)]], asynchronous=False)
     assert on_a_cpu.end == 9
 
 
@@ -141,7 +152,7 @@ def test_two_stages_under_1f1b_as_they_are_drawn() -> None:
         ("B1", 8, 10),
         ("B2", 12, 14),
     ]
-    assert Span("device", "F0", 1.5, 2.5) in second.spans
+    assert LaneSpan("device", "F0", 1.5, 2.5) in second.spans
     assert first.waits["pipeline"] == 5
     assert first.parts["B1"] == 2  # without the wait for the gradient of the last micro-batch
 

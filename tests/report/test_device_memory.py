@@ -5,7 +5,7 @@ import torch
 from megazero.report.device_memory import (
     AllocatorFigures,
     MemoryReport,
-    StepMemory,
+    ProcessMemory,
     closing_line,
     device_memory_scalars,
     step_memory,
@@ -71,13 +71,13 @@ def test_steps_that_nobody_reads_are_not_measured() -> None:
 
 def test_what_the_allocator_cannot_see_is_never_negative() -> None:
     """Another process may end between the two readings."""
-    assert step_memory(AllocatorFigures(5, 9, 8, 20)) == StepMemory(5, {"reserved_peak": 9, "beyond_allocator": 12})
+    assert step_memory(AllocatorFigures(5, 9, 8, 20)) == ProcessMemory(5, {"reserved_peak": 9, "beyond_allocator": 12})
     assert step_memory(AllocatorFigures(5, 9, 8, 6)).device_bytes["beyond_allocator"] == 0
 
 
 def test_without_a_ledger_there_is_none_to_compare_with() -> None:
     assert "ledger" not in closing_line(
-        StepMemory(1, {"reserved_peak": 1, "beyond_allocator": 1}), StepMemory(2, {}), 0
+        ProcessMemory(1, {"reserved_peak": 1, "beyond_allocator": 1}), ProcessMemory(2, {}), 0
     )
 
 
@@ -91,8 +91,8 @@ def test_a_cpu_has_the_process_alone() -> None:
 
 def test_scalars_are_those_of_the_fullest_rank() -> None:
     ranks = [
-        StepMemory(5, {"reserved_peak": 9, "beyond_allocator": 2}),
-        StepMemory(6, {"reserved_peak": 8, "beyond_allocator": 3}),
+        ProcessMemory(5, {"reserved_peak": 9, "beyond_allocator": 2}),
+        ProcessMemory(6, {"reserved_peak": 8, "beyond_allocator": 3}),
     ]
     assert device_memory_scalars(ranks) == {
         "memory/allocator-peak": 6,

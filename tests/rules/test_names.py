@@ -53,3 +53,13 @@ def test_classes_of_zero_carry_no_prefix() -> None:
         if isinstance(node, ast.ClassDef) and node.name.startswith(("Distributed", "Zero")) and node.name != "ZeroPlan"
     ]
     assert found == []
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """Two things of one name can't be told apart in a search, a traceback or a talk."""
+    places: dict[str, list[str]] = {}
+    for source in sources():
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(source.name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

@@ -14,7 +14,7 @@ from megazero.config.model import ModelConfig
 from megazero.config.run import DataConfig, RunConfig, TrainingConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.model.initial_values import fill_initial_, initialize_
-from megazero.parallel.param_spec import Init, StateFragment, named_specs
+from megazero.parallel.param_spec import InitialValue, StateFragment, named_specs
 
 
 class Axis:
@@ -48,7 +48,7 @@ def save_checkpoint(root: Path, config: RunConfig, *, vocab_size: int, tp: int, 
         initialize_(model, seed)
         for spec, parameter in named_specs(model):
             if spec.name.endswith("lora_B.weight"):  # as trained ones are, not zero
-                fill_initial_(parameter.detach().view(-1), replace(spec, init=Init("normal", 0.3)), seed)
+                fill_initial_(parameter.detach().view(-1), replace(spec, init=InitialValue("normal", 0.3)), seed)
         ranks.append(pieces(model))
         for spec, parameter in named_specs(model):
             if spec.is_counted_on({"tp": rank}):

@@ -10,7 +10,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.autograd.graph import saved_tensors_hooks
 
 from megazero.model.compiled import lacking
-from megazero.parallel.param_spec import Init
+from megazero.parallel.param_spec import InitialValue
 from megazero.tensor_parallel.activation import ACTIVATIONS, FusedActivation, gelu, gelu_backward
 from megazero.tensor_parallel.layers import RowParallelLinear
 
@@ -24,7 +24,7 @@ def as_written() -> FusedActivation:
 
 
 def layer() -> RowParallelLinear:
-    row = RowParallelLinear(context(), logical_shape=(5, 12), init=Init())
+    row = RowParallelLinear(context(), logical_shape=(5, 12), init=InitialValue())
     generator = torch.Generator().manual_seed(1)
     shapes = {"weight": (5, 12), "bias": (5,)}
     put_logical(row, {key: torch.randn(s, generator=generator, dtype=torch.float64) for key, s in shapes.items()})

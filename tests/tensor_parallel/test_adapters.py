@@ -9,7 +9,7 @@ from support.models import Piece, assemble, context, pieces, put_logical
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
-from megazero.parallel.param_spec import Init, named_specs
+from megazero.parallel.param_spec import InitialValue, named_specs
 from megazero.tensor_parallel.adapters import (
     LowRank,
     adapt_column,
@@ -53,7 +53,7 @@ class Layers(nn.Module):
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
-        plain = {"init": Init("normal", 1.0), "has_bias": False}
+        plain = {"init": InitialValue("normal", 1.0), "has_bias": False}
         self.column = ColumnParallelLinear(tp, logical_shape=SHAPES["column"], split_dim=1, **plain)
         self.pairs = ReplicatedKeyValueLinear(tp, logical_shape=SHAPES["pairs"], used=[0], **plain)
         self.row = RowParallelLinear(tp, logical_shape=SHAPES["row"], **plain)

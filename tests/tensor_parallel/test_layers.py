@@ -9,7 +9,7 @@ from support.models import Piece, assemble, context, pieces, put_logical
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
-from megazero.parallel.param_spec import Init, spec_of
+from megazero.parallel.param_spec import InitialValue, spec_of
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,
     ReplicatedKeyValueLinear,
@@ -47,9 +47,9 @@ class Pair(nn.Module):
     def __init__(self, tp) -> None:
         super().__init__()
         self.column = ColumnParallelLinear(
-            tp, logical_shape=(3, HEADS, HEAD_DIM, HIDDEN), split_dim=1, init=Init("normal", 1.0)
+            tp, logical_shape=(3, HEADS, HEAD_DIM, HIDDEN), split_dim=1, init=InitialValue("normal", 1.0)
         )
-        self.row = RowParallelLinear(tp, logical_shape=(5, HEADS * HEAD_DIM), init=Init("normal", 1.0))
+        self.row = RowParallelLinear(tp, logical_shape=(5, HEADS * HEAD_DIM), init=InitialValue("normal", 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.column(x).unflatten(-1, (3, -1)).unbind(-2)
@@ -108,7 +108,7 @@ def test_layers_that_do_not_divide_are_our_own_bug() -> None:
         size, rank = 3, 0
 
     with pytest.raises(AssertionError, match="4 elements over 3 ranks"):
-        ColumnParallelLinear(context(Three()), logical_shape=(4, 2), split_dim=0, init=Init())
+        ColumnParallelLinear(context(Three()), logical_shape=(4, 2), split_dim=0, init=InitialValue())
 
 
 class Grouped(nn.Module):
@@ -116,7 +116,7 @@ class Grouped(nn.Module):
 
     def __init__(self, tp: TensorParallel, groups: int) -> None:
         super().__init__()
-        init = Init("normal", 1.0)
+        init = InitialValue("normal", 1.0)
         self.query = ColumnParallelLinear(tp, logical_shape=(HEADS, HEAD_DIM, HIDDEN), split_dim=0, init=init)
         shape = (2, groups, HEAD_DIM, HIDDEN)
         self.key_value = (

@@ -16,7 +16,7 @@ from support.recomputed_programs import recomputation
 from torch import Tensor, nn
 
 from megazero.comm.mesh import Mesh
-from megazero.parallel.param_spec import Init, named_specs
+from megazero.parallel.param_spec import InitialValue, named_specs
 from megazero.tensor_parallel.deferred import DeferredGradients
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -61,9 +61,9 @@ class Block(nn.Module):
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
         self._tp = tp
-        self.scale = replicated_parameter(tp, (WIDTH,), init=Init("ones"), decay=False)
-        self.column = ColumnParallelLinear(tp, logical_shape=(3, INNER, WIDTH), split_dim=1, init=Init())
-        self.row = RowParallelLinear(tp, logical_shape=(WIDTH, INNER), init=Init())
+        self.scale = replicated_parameter(tp, (WIDTH,), init=InitialValue("ones"), decay=False)
+        self.column = ColumnParallelLinear(tp, logical_shape=(3, INNER, WIDTH), split_dim=1, init=InitialValue())
+        self.row = RowParallelLinear(tp, logical_shape=(WIDTH, INNER), init=InitialValue())
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.column(torch.tanh(x * self._tp.use(self.scale))).chunk(3, dim=-1)

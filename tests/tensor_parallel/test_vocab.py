@@ -9,7 +9,7 @@ from support.models import assemble, context, pieces, put_logical
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor
 
-from megazero.parallel.param_spec import Init
+from megazero.parallel.param_spec import InitialValue
 from megazero.tensor_parallel.deferred import DeferredGradients
 from megazero.tensor_parallel.head_loss import Targets
 from megazero.tensor_parallel.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
@@ -35,7 +35,12 @@ def whole(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 def cut_ends(rank: int, size: int, vocab_size: int, padded: int):
     """Return the embedding's output, the pieces of its gradient and this rank's logits of an untied head."""
     tp = context(mesh_in_worker(rank, tp=size).axis("tp"))
-    shape = {"vocab_size": vocab_size, "padded_vocab_size": padded, "hidden_size": HIDDEN, "init": Init("normal", 1.0)}
+    shape = {
+        "vocab_size": vocab_size,
+        "padded_vocab_size": padded,
+        "hidden_size": HIDDEN,
+        "init": InitialValue("normal", 1.0),
+    }
     embedding, head = VocabParallelEmbedding(tp, **shape), VocabParallelHead(tp, **shape)
     matrix, ids, weights = whole(vocab_size)
     for module in (embedding, head):
@@ -63,7 +68,12 @@ def test_embedding_and_head(size: int, vocab_size: int, padded: int) -> None:
 def cut_losses(rank: int, size: int, vocab_size: int, padded: int) -> list[tuple[Tensor, Tensor]]:
     """Return the loss and the gradient of the head's input, for a head with its own matrix and for a tied one."""
     tp = context(mesh_in_worker(rank, tp=size).axis("tp"))
-    shape = {"vocab_size": vocab_size, "padded_vocab_size": padded, "hidden_size": HIDDEN, "init": Init("normal", 1.0)}
+    shape = {
+        "vocab_size": vocab_size,
+        "padded_vocab_size": padded,
+        "hidden_size": HIDDEN,
+        "init": InitialValue("normal", 1.0),
+    }
     own, tied = VocabParallelHead(tp, **shape), TiedHead(tp)
     matrix, ids, weights = whole(vocab_size)
     put_logical(own, {"weight": matrix})
@@ -109,7 +119,12 @@ def split_ends(rank: int, size: int, vocab_size: int, padded: int, deferred: boo
     """Run a tied embedding and head on split tokens; return vectors, logits, bytes sent, loss and summed gradients."""
     mesh = mesh_in_worker(rank, tp=size)
     tp = replace(context(mesh.axis("tp")), splits_sequence=True, deferred=DeferredGradients() if deferred else None)
-    shape = {"vocab_size": vocab_size, "padded_vocab_size": padded, "hidden_size": HIDDEN, "init": Init("normal", 1.0)}
+    shape = {
+        "vocab_size": vocab_size,
+        "padded_vocab_size": padded,
+        "hidden_size": HIDDEN,
+        "init": InitialValue("normal", 1.0),
+    }
     embedding, head = VocabParallelEmbedding(tp, **shape), TiedHead(tp)
     matrix, ids, weights = tied(vocab_size, size)
     put_logical(embedding, {"weight": matrix})
@@ -164,7 +179,9 @@ def untied_loss(rank: int, size: int, deferred: bool):
     """Return the gradients of x and of the head's own matrix after a loss over split tokens."""
     mesh = mesh_in_worker(rank, tp=size)
     tp = replace(context(mesh.axis("tp")), splits_sequence=True, deferred=DeferredGradients() if deferred else None)
-    head = VocabParallelHead(tp, vocab_size=13, padded_vocab_size=24, hidden_size=HIDDEN, init=Init("normal", 1.0))
+    head = VocabParallelHead(
+        tp, vocab_size=13, padded_vocab_size=24, hidden_size=HIDDEN, init=InitialValue("normal", 1.0)
+    )
     matrix, ids, weights = tied(13, size)
     put_logical(head, {"weight": matrix})
     x = F.embedding(ids, matrix)[tp.local_rows(len(ids))].requires_grad_(True)

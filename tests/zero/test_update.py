@@ -15,7 +15,7 @@ from megazero.config.optimizers import OPTIMIZERS
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.lease import Scratch
 from megazero.model.initial_values import initialize_
-from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs
+from megazero.optim.inner import AdamWSettings, ElementRun, FusedAdamW, StepInputs
 from megazero.optim.lamb import Lamb
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
@@ -93,7 +93,7 @@ class RecordingLamb(Lamb):
         super().__init__(defaults_of(OPTIMIZERS["Lamb"].params))
         self.squares: list[float] = []
 
-    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+    def update(self, index: int, run: ElementRun, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         self.squares.append(round(float(inputs.figures[0][0]), 9))
         super().update(index, run, step, inputs, buffers=buffers)
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.families import HEADS, ROWS, Form, Row, both, row
+from megazero.checkpoint.families import HEADS, ROWS, FamilyRow, Form, both, row
 
 WORDS, HEAD, LAYERS = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers"
 VOCABULARY = frozenset({WORDS, HEAD})
@@ -37,14 +37,14 @@ def _parted(theirs: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Ten
 _GROUPS = Form(_joined, _parted)
 _FLAT = Form(lambda ours: [ours[0].flatten()], ROWS.to_ours)
 
-ENDS: tuple[Row, ...] = (
+ENDS: tuple[FamilyRow, ...] = (
     row("embedding.word.weight", WORDS),
     row("embedding.position.weight", "embedding.position_embeddings.weight"),
     *both("embedding.norm", "embedding.norm"),
     *both("final_norm", "decoder.final_layernorm"),
     row("head.weight", HEAD),
 )
-BLOCK: tuple[Row, ...] = (
+BLOCK: tuple[FamilyRow, ...] = (
     *both("input_norm", "input_layernorm"),
     *both("attention.qkv", "self_attention.linear_qkv", HEADS, HEADS),
     *both("attention.query attention.key_value", "self_attention.linear_qkv", _GROUPS, _GROUPS),

@@ -91,14 +91,14 @@ class Fault:
         return known[-1] if known else ProcessState.UNSEEN
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """Ranks that are missing or late, and the likely class of the fault, in words."""
 
     ranks: tuple[int, ...]
     text: str
 
 
-def find(fault: Fault, members: Members) -> list[Finding]:
+def find(fault: Fault, members: Members) -> list[Diagnosis]:
     """Return who is missing or late, and the likely class, the surest first.
 
     What has ended, stopped or fallen silent comes before what is late, that before collectives that do not match,
@@ -112,29 +112,31 @@ def find(fault: Fault, members: Members) -> list[Finding]:
     late = [beat for beat in beats if beat.waiting is None]
     if late and len(late) < len(beats):
         behind = [beat for beat in late if beat.step == min(other.step for other in late)]
-        return [Finding((beat.rank,), f"late: in {beat.activity}, at {beat.where}") for beat in behind]
+        return [Diagnosis((beat.rank,), f"late: in {beat.activity}, at {beat.where}") for beat in behind]
     if pair := mismatch(beats, members):
         first, second = pair
         text = f"mismatched collectives: {_wait(first)} and {_wait(second)} never meet"
-        return [Finding((first.rank, second.rank), text)]
+        return [Diagnosis((first.rank, second.rank), text)]
     if beats and not late:
-        return [Finding(tuple(beat.rank for beat in beats), "slow or broken link: all wait for the same, and all run")]
+        return [
+            Diagnosis(tuple(beat.rank for beat in beats), "slow or broken link: all wait for the same, and all run")
+        ]
     return []
 
 
-def _missing(rank: int, fault: Fault) -> Finding | None:
+def _missing(rank: int, fault: Fault) -> Diagnosis | None:
     beat, process = fault.beats.get(rank), fault.process(rank)
     if beat is None:
-        return None if fault.store else Finding((rank,), "has never come")
+        return None if fault.store else Diagnosis((rank,), "has never come")
     if beat.ended:
-        return Finding((rank,), "has left the job by itself, before the others")
+        return Diagnosis((rank,), "has left the job by itself, before the others")
     if process is ProcessState.GONE:
-        return Finding((rank,), "dead: its process is gone (killed, out of memory, or crashed)")
+        return Diagnosis((rank,), "dead: its process is gone (killed, out of memory, or crashed)")
     if process is ProcessState.STOPPED:
-        return Finding((rank,), "stopped: its process is suspended (SIGSTOP, a debugger, a frozen container)")
+        return Diagnosis((rank,), "stopped: its process is suspended (SIGSTOP, a debugger, a frozen container)")
     if process is ProcessState.RUNNING:
-        return Finding((rank,), "no answer, though its process runs: in native code, or without a processor")
-    return None if fault.store else Finding((rank,), "no answer: dead, frozen, or its host is cut off")
+        return Diagnosis((rank,), "no answer, though its process runs: in native code, or without a processor")
+    return None if fault.store else Diagnosis((rank,), "no answer: dead, frozen, or its host is cut off")
 
 
 def mismatch(beats: Sequence[Heartbeat], members: Members) -> tuple[Heartbeat, Heartbeat] | None:
@@ -171,7 +173,7 @@ def report(fault: Fault, members: Members) -> list[str]:
     return [*lines, *rows, *closing]
 
 
-def _named(found: Finding, fault: Fault) -> str:
+def _named(found: Diagnosis, fault: Fault) -> str:
     """Return the text of a finding: ranks, host and process, class, and age of the last heartbeat."""
     if len(found.ranks) > 1 or found.ranks[0] not in fault.beats:
         return f"{ranks_text(found.ranks)}: {found.text}"

@@ -135,7 +135,7 @@ class Note:
         return json.dumps(self.__dict__)
 
 
-class Job(NamedTuple):
+class JobPlace(NamedTuple):
     """The place of this rank in the job.
 
     members: returns the ranks that a rank meets on an axis.  folder: gets a folder `faults` at a fault.
@@ -160,7 +160,7 @@ class Job(NamedTuple):
 class Monitor:
     """The monitor of one rank; `start` begins its thread, `close` ends it when the rank leaves without a fault."""
 
-    def __init__(self, store: Store, flight: FlightRecord, job: Job) -> None:
+    def __init__(self, store: Store, flight: FlightRecord, job: JobPlace) -> None:
         self.job = job
         self.error: BaseException | None = None
         """The error of the main thread; its traceback goes to the file of stacks."""
@@ -468,7 +468,7 @@ def place_in_job(
     folder: str | Path,
     is_run: bool,
     on_report: Callable[[Sequence[str]], object] | None = None,
-) -> Job:
+) -> JobPlace:
     """Return the place of a rank whose launcher describes the job's store by torch's variables."""
 
     def members(of: int, key: str) -> Sequence[int]:
@@ -479,7 +479,7 @@ def place_in_job(
     holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host = os.environ.get("MASTER_ADDR", "the first host")
     is_alone = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") == "1"
-    return Job(
+    return JobPlace(
         rank,
         topology.world_size,
         limit_seconds,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megazero.comm.faults.flight_record import FlightRecord
-from megazero.comm.faults.monitor import Job, Monitor
+from megazero.comm.faults.monitor import JobPlace, Monitor
 from megazero.console import print_error
 from megazero.errors import CollectiveError, UserError, first_line
 
@@ -31,7 +31,7 @@ _LOST = (
 
 
 @contextmanager
-def reported_faults(store: Store | None, flight: FlightRecord, job: Job) -> Iterator[None]:
+def reported_faults(store: Store | None, flight: FlightRecord, job: JobPlace) -> Iterator[None]:
     """Watch over the block on all ranks; an error of one of them ends all, by SystemExit, reported once.
 
     store: the job's; None for a job of one process, whose errors pass through.
@@ -99,7 +99,7 @@ class FaultHook:
         self.monitor.fail(error, first_line(error), status=1, is_reported=lost)
 
 
-def watch_program(store: Store, flight: FlightRecord, job: Job) -> None:
+def watch_program(store: Store, flight: FlightRecord, job: JobPlace) -> None:
     """Watch over the calling program until it ends; a second call follows another flight record."""
     hook = sys.excepthook
     if isinstance(hook, FaultHook):

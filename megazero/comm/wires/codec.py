@@ -41,7 +41,7 @@ _LARGEST_BLOCK = 1 << 16  # so that pieces of every codec have the same ends
 _SCALE_BYTES = 4
 
 
-class Piece(NamedTuple):
+class RowBlocks(NamedTuple):
     """Some neighbouring blocks of each row: their place in the rows, whole numbers as they are stored, and scales."""
 
     place: slice
@@ -85,7 +85,7 @@ class BlockCodec:
         for piece in self.pieces(encoded, output.shape[-1]):
             output[..., piece.place] += self.decode_piece(piece, output.dtype)
 
-    def pieces(self, encoded: Tensor, n: int, within: slice | None = None) -> Iterator[Piece]:
+    def pieces(self, encoded: Tensor, n: int, within: slice | None = None) -> Iterator[RowBlocks]:
         """Divide encoded rows of n numbers into pieces, the same for every codec; their tensors are views.
 
         within: a part of the rows, from a block's first number and of 8 bits each, in place of all.
@@ -101,9 +101,9 @@ class BlockCodec:
         for begin in range(first, last, step):
             end = min(begin + step, last)
             stored = encoded[..., self._stored(begin) : self._stored(end)]
-            yield Piece(slice(begin, end), stored, scales[..., begin // self.block : -(-end // self.block)])
+            yield RowBlocks(slice(begin, end), stored, scales[..., begin // self.block : -(-end // self.block)])
 
-    def encode_piece(self, values: Tensor, piece: Piece, generator: torch.Generator | None = None) -> None:
+    def encode_piece(self, values: Tensor, piece: RowBlocks, generator: torch.Generator | None = None) -> None:
         """Encode the numbers [..., m] of a piece."""
         m, limit = values.shape[-1], _LIMITS[self.bits]
         values = values.to(compute_dtype(values.dtype))
@@ -126,7 +126,7 @@ class BlockCodec:
             halves = whole[..., : m + m % 2].add_(8).view(torch.uint8)
             torch.bitwise_or(halves[..., ::2], halves[..., 1::2] << 4, out=piece.stored)
 
-    def decode_piece(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+    def decode_piece(self, piece: RowBlocks, dtype: torch.dtype) -> Tensor:
         """Return the numbers [..., m] of a piece in float32 or float64."""
         m = piece.place.stop - piece.place.start
         if self.bits == 8:

@@ -29,7 +29,7 @@ _ALIGNMENT = 8
 _NO_UNIT = -1  # the unit of buffers, which every rank has
 
 
-class StoredTensor(NamedTuple):
+class TensorToStore(NamedTuple):
     """A tensor to store; `unit` is the index of its unit in the model, `dtype` its number format in the file."""
 
     name: str
@@ -69,7 +69,7 @@ def save_model(
 
 def contents(
     model: nn.Module, units: Sequence[Unit], floating: torch.dtype | None = None
-) -> tuple[list[StoredTensor], dict[str, str]]:
+) -> tuple[list[TensorToStore], dict[str, str]]:
     """Return the tensors to store, in file order, and {further name: name it is stored under}.
 
     floating: the number format of floating-point tensors in the file, None for their own.
@@ -84,12 +84,12 @@ def contents(
             aliases[name] = known
         else:
             dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
-            stored.append(StoredTensor(name, tensor, unit_of.get(name, _NO_UNIT), dtype))
+            stored.append(TensorToStore(name, tensor, unit_of.get(name, _NO_UNIT), dtype))
     stored.sort(key=lambda item: (-item.dtype.itemsize, item.unit))
     return stored, aliases
 
 
-def header(stored: Sequence[StoredTensor], aliases: dict[str, str]) -> bytes:
+def header(stored: Sequence[TensorToStore], aliases: dict[str, str]) -> bytes:
     """Return the file's header: the length of the JSON in 8 bytes, little-endian, then the JSON, padded with spaces.
 
     The JSON maps each tensor's name to its dtype, shape and byte range, and "__metadata__" to the aliases.

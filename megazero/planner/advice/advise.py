@@ -12,8 +12,8 @@ from megazero.planner.advice.search import (
     Candidate,
     Found,
     Limit,
-    Outcome,
     Search,
+    SearchOutcome,
     fastest,
     nearest,
     node_counts,
@@ -48,7 +48,7 @@ class Advice:
     nodes: Nodes
     layouts: int
     in_memory: int
-    outcome: Outcome
+    outcome: SearchOutcome
     gains: tuple[Gain, ...] = ()
     smallest: Found | None = None
     closest: Found | None = None

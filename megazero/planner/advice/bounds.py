@@ -15,7 +15,7 @@ from megazero.config import derived
 from megazero.config.optimizers import RUN_NAMES
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import REPLICAS, SHARDS, Topology
-from megazero.planner.advice.choices import Choice, Run, configured
+from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, configured
 from megazero.planner.costs import Group, attention_rate, collective_seconds, group_of
 from megazero.planner.curves import Curve, constant
 from megazero.planner.hardware import Hardware, Link
@@ -102,13 +102,13 @@ class _Sent(NamedTuple):
 class Bounds:
     """The bounds of a run's layouts on a machine of these nodes; `_found`: parts that layouts have in common."""
 
-    run: Run
+    run: AdvisedRun
     vocab_size: int
     hardware: Hardware
     nodes: Nodes
     _found: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
 
-    def of(self, choice: Choice) -> Bound:
+    def of(self, choice: LayoutChoice) -> Bound:
         """Return the bounds of a layout."""
         copies = sum(self.nodes.ranks_per_node) // (
             choice.tensor_model_parallel_size * choice.pipeline_model_parallel_size
@@ -148,7 +148,7 @@ class Bounds:
             self._found[key] = make()
         return self._found[key]
 
-    def _cut(self, choice: Choice) -> _Layout:
+    def _cut(self, choice: LayoutChoice) -> _Layout:
         config = configured(self.run.config, choice, self.run.samples)
         model, slices, stages = config.model, choice.tensor_model_parallel_size, choice.pipeline_model_parallel_size
         rows = derived.vocab_rows(config, self.vocab_size)
@@ -160,7 +160,7 @@ class Bounds:
         found = tuple((own, own * block + has * table) for own, has in zip(layers, tables, strict=True))
         return _Layout(derived.num_virtual_chunks(config), found)
 
-    def _group(self, choice: Choice, axis: str) -> Group:
+    def _group(self, choice: LayoutChoice, axis: str) -> Group:
         """Return the group of a rank in the middle along an axis."""
         places = choice[:2], choice[5:10]
         found = self._once(("ranks", places), lambda: self._topology(choice))
@@ -169,11 +169,11 @@ class Bounds:
         group: Group = self._once(("group", places, axis), make)
         return group
 
-    def _topology(self, choice: Choice) -> Topology:
+    def _topology(self, choice: LayoutChoice) -> Topology:
         config = configured(self.run.config, choice, self.run.samples)
         return topology(config, sum(self.nodes.ranks_per_node), self.nodes)
 
-    def _saved(self, choice: Choice) -> int:
+    def _saved(self, choice: LayoutChoice) -> int:
         """Return the least elements that a layer saves of a micro-batch."""
         model, slices = self.run.config.model, choice.tensor_model_parallel_size
         tokens = choice.micro_batch_size * model.seq_length
@@ -187,7 +187,7 @@ class Bounds:
         # Inputs and results of both norms; queries, keys, values, what attention makes of them, and the inner width.
         return 4 * whole + tokens * (heads + pairs + mixed + 2 * inner) // slices
 
-    def _passes(self, choice: Choice) -> _Passes:
+    def _passes(self, choice: LayoutChoice) -> _Passes:
         """Return the least seconds of a layer and of the head."""
         products, attention, message, head = self._of_layer(choice)
         trained = not self.run.config.model.lora_rank
@@ -200,7 +200,7 @@ class Bounds:
             backward += products + attention + (messages - 1) * message
         return _Passes(forward, backward, head * (3 if trained else 1), self._saved(choice))
 
-    def _of_layer(self, choice: Choice) -> tuple[float, float, float, float]:
+    def _of_layer(self, choice: LayoutChoice) -> tuple[float, float, float, float]:
         """Return the least seconds of a micro-batch: a layer's products, attention, one message, the head's product."""
         config, hardware, slices = self.run.config, self.hardware, choice.tensor_model_parallel_size
         model, precision = config.model, config.precision.precision
@@ -233,7 +233,7 @@ class Bounds:
             message = collective_seconds(hardware, kind, nbytes, self._group(choice, "tp"))
         return products, attention, message, product(hidden, derived.vocab_rows(config, self.vocab_size))
 
-    def _data_parallel(self, choice: Choice, layers: int, numel: int) -> _Sent:
+    def _data_parallel(self, choice: LayoutChoice, layers: int, numel: int) -> _Sent:
         """Return the least that model states take of a stage of so many layers and elements."""
         config, best = configured(self.run.config, choice, self.run.samples), at_best(self.hardware)
         zero, plan = config.zero, resolve(config.zero, config.precision)

@@ -29,7 +29,7 @@ _SECTIONS = ("zero", "activations")
 _FURTHER = ("pipeline_split", "global_batch_size")
 
 
-class Choice(NamedTuple):
+class LayoutChoice(NamedTuple):
     """A layout: values of settings by their names."""
 
     tensor_model_parallel_size: int = 1
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
         """True if numbers are rounded on their way, so that the training is another one."""
         return self.zero_quantized_weights or self.zero_quantized_gradients
 
-    def changes(self, other: "Choice") -> int:
+    def changes(self, other: "LayoutChoice") -> int:
         """Return the number of settings in which two choices differ; a split sequence follows tensor parallelism."""
         mine, others = self._asdict(), other._asdict()
         return sum(mine[name] != others[name] for name in mine if name != "sequence_parallel")
@@ -77,7 +77,7 @@ class Choice(NamedTuple):
         return " ".join(word for word, is_there in words.items() if is_there)
 
 
-class Run(NamedTuple):
+class AdvisedRun(NamedTuple):
     """The run that is advised on.
 
     kept: its words without the settings that are chosen.  left_out: flags about places of states and activations that
@@ -87,11 +87,11 @@ class Run(NamedTuple):
     kept: tuple[str, ...]
     left_out: tuple[str, ...]
     config: RunConfig
-    given: Choice
+    given: LayoutChoice
     samples: int
 
 
-def read(words: Sequence[str], world_size: int) -> Run:
+def read(words: Sequence[str], world_size: int) -> AdvisedRun:
     """Return the run of `pretrain`'s flags, whose layout need not be legal; raise ConfigError for any other problem."""
     given, stray = split_words(words)
     if any(word.flag_name == "deepspeed-config" for word in given):
@@ -109,20 +109,20 @@ def read(words: Sequence[str], world_size: int) -> Run:
     base = resolve([*found, "--micro-batch-size", "1"])
     raise_problems(ConfigError, base.problems)
     others = {word.flag_name for word in given if word.flag_name in chosen}
-    others -= {name for name in others if chosen[name] in (*Choice._fields, *_FURTHER)}
+    others -= {name for name in others if chosen[name] in (*LayoutChoice._fields, *_FURTHER)}
     left_out = tuple(f"--{name}" for name in sorted(others))
-    return Run(tuple(found), left_out, base.config, _choice_of(_plain(whole.config)), samples)
+    return AdvisedRun(tuple(found), left_out, base.config, _choice_of(_plain(whole.config)), samples)
 
 
 def _is_chosen(name: str) -> bool:
-    return INFO[name].section in _SECTIONS or name in (*Choice._fields, *_FURTHER)
+    return INFO[name].section in _SECTIONS or name in (*LayoutChoice._fields, *_FURTHER)
 
 
-def _choice_of(config: RunConfig) -> Choice:
-    return Choice(**{name: getattr(getattr(config, INFO[name].section), name) for name in Choice._fields})
+def _choice_of(config: RunConfig) -> LayoutChoice:
+    return LayoutChoice(**{name: getattr(getattr(config, INFO[name].section), name) for name in LayoutChoice._fields})
 
 
-def configured(config: RunConfig, choice: Choice, samples: int) -> RunConfig:
+def configured(config: RunConfig, choice: LayoutChoice, samples: int) -> RunConfig:
     """Return the configuration with a choice's values and a global batch."""
     sections: dict[str, dict[str, Any]] = {"training": {"global_batch_size": samples}}
     for name, value in choice._asdict().items():
@@ -131,7 +131,7 @@ def configured(config: RunConfig, choice: Choice, samples: int) -> RunConfig:
     return replace(config, **changed)
 
 
-def flags(run: Run, choice: Choice) -> tuple[str, ...]:
+def flags(run: AdvisedRun, choice: LayoutChoice) -> tuple[str, ...]:
     """Return all words of a run with this layout."""
     base = _choice_of(run.config)._asdict() | {"micro_batch_size": None}
     words = list(run.kept)
@@ -141,7 +141,7 @@ def flags(run: Run, choice: Choice) -> tuple[str, ...]:
     return (*words, "--global-batch-size", str(run.samples))
 
 
-def legal(run: Run, choice: Choice, nodes: Nodes) -> Wanted | None:
+def legal(run: AdvisedRun, choice: LayoutChoice, nodes: Nodes) -> Wanted | None:
     """Return the run with this layout on these nodes as a start reads it; None where it would be refused."""
     try:
         wanted = read_run(flags(run, choice), nodes)
@@ -158,14 +158,14 @@ def _plain(config: RunConfig) -> RunConfig:
     return replace(config, activations=replace(section, **chosen))
 
 
-def choices(run: Run, nodes: Nodes) -> Iterator[Choice]:
+def choices(run: AdvisedRun, nodes: Nodes) -> Iterator[LayoutChoice]:
     """Yield layouts of a run on these nodes, of which a start may refuse some."""
     world = sum(nodes.ranks_per_node)
     per_node = max(nodes.ranks_per_node)
     across = run.config.parallel.allow_tensor_parallel_across_nodes
     for tensor in _divisors(world if across else per_node):
         for stages in _divisors(world // tensor) if world % tensor == 0 else ():
-            layout = Choice(tensor, stages, sequence_parallel=tensor > 1)
+            layout = LayoutChoice(tensor, stages, sequence_parallel=tensor > 1)
             copies = world // tensor // stages
             refused = rules.check(configured(run.config, layout, copies), world)
             if refused and rules.check(configured(run.config, layout._replace(sequence_parallel=False), copies), world):

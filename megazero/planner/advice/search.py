@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bound, Bounds
-from megazero.planner.advice.choices import Choice, Run, choices, legal
+from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, choices, legal
 from megazero.planner.advice.shallow import Measured, measure
 from megazero.planner.dry_run import DryJob
 from megazero.planner.hardware import Hardware
@@ -41,7 +41,7 @@ LIMIT, SHORT_LIMIT = Limit(60, 35.0), Limit(6, 6.0)
 class Candidate(NamedTuple):
     """A layout on so many nodes, and its bounds."""
 
-    choice: Choice
+    choice: LayoutChoice
     nodes: Nodes
     bound: Bound
 
@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
 class Found(NamedTuple):
     """A layout that has been run dry."""
 
-    choice: Choice
+    choice: LayoutChoice
     nodes: Nodes
     measured: Measured
 
@@ -61,11 +61,11 @@ class Search:
     tried: the layouts that a start would take, run dry; None: it refuses them.  report: gets a line before each run.
     """
 
-    run: Run
+    run: AdvisedRun
     vocab_size: int
     hardware: Hardware
     report: Callable[[str], None] = lambda line: None
-    tried: dict[tuple[Choice, Nodes], Measured | None] = field(default_factory=dict)
+    tried: dict[tuple[LayoutChoice, Nodes], Measured | None] = field(default_factory=dict)
 
     @property
     def runs(self) -> int:
@@ -78,7 +78,7 @@ class Search:
         found = (one for one in choices(self.run, nodes) if not least or _needs_little(one))
         return [Candidate(choice, nodes, bounds.of(choice)) for choice in found]
 
-    def measured(self, choice: Choice, nodes: Nodes) -> Measured | None:
+    def measured(self, choice: LayoutChoice, nodes: Nodes) -> Measured | None:
         """Return what a layout takes; None if a start would refuse it."""
         key = choice, nodes
         if key not in self.tried:
@@ -96,14 +96,16 @@ class Search:
         return replace(self, hardware=replace(self.hardware, memory_bytes=round(self.hardware.memory_bytes * factor)))
 
 
-class Outcome(NamedTuple):
+class SearchOutcome(NamedTuple):
     """The fastest layouts that fit, the fastest first.  left: candidates whose bounds are below the last one's time."""
 
     found: tuple[Found, ...]
     left: int
 
 
-def fastest(search: Search, candidates: Iterable[Candidate], *, count: int = SHOWN, limit: Limit = LIMIT) -> Outcome:
+def fastest(
+    search: Search, candidates: Iterable[Candidate], *, count: int = SHOWN, limit: Limit = LIMIT
+) -> SearchOutcome:
     """Return the `count` fastest layouts that fit, as far as the limit allows.
 
     Layouts that round what they send are tried last: they are another training.
@@ -115,7 +117,7 @@ def fastest(search: Search, candidates: Iterable[Candidate], *, count: int = SHO
     end = limit.begin(search)
     for rounds in (False, True):
         left += _take(search, [one for one in inside if one.choice.rounds == rounds], found, count, end)
-    return Outcome(tuple(found[:count]), left)
+    return SearchOutcome(tuple(found[:count]), left)
 
 
 class _Entry(NamedTuple):
@@ -126,7 +128,7 @@ class _Entry(NamedTuple):
     """
 
     one: Candidate
-    key: tuple[Choice, int]
+    key: tuple[LayoutChoice, int]
     saving: "_Saving"
     kind: tuple[object, ...]
 
@@ -146,8 +148,8 @@ def _take(
     """Add layouts that fit to those found, which are kept in the order of their times; return how many are left."""
     has = search.hardware.memory_bytes
     off: dict[tuple[object, ...], tuple[float, float]] = {}  # measured seconds and bytes by those of the bound
-    fitting: dict[tuple[Choice, int], list[_Saving]] = defaultdict(list)
-    too_large: dict[tuple[Choice, int], list[_Saving]] = defaultdict(list)
+    fitting: dict[tuple[LayoutChoice, int], list[_Saving]] = defaultdict(list)
+    too_large: dict[tuple[LayoutChoice, int], list[_Saving]] = defaultdict(list)
     left = [_entry(one) for one in candidates]
 
     def is_settled(each: _Entry) -> bool:
@@ -195,17 +197,17 @@ class _Saving(NamedTuple):
         return self.homes >= other.homes and self.recomputed >= other.recomputed
 
 
-def _saving(choice: Choice) -> _Saving:
+def _saving(choice: LayoutChoice) -> _Saving:
     homes = (choice.offload_optimizer != "none") + (choice.offload_param != "none")
     return _Saving(homes, ("none", "selective", "full").index(choice.recompute_granularity))
 
 
-def _needs_little(choice: Choice) -> bool:
+def _needs_little(choice: LayoutChoice) -> bool:
     is_plain = choice.pipeline_schedule == "auto" and choice.num_layers_per_virtual_pipeline_stage is None
     return choice.recompute_granularity == "full" and choice.micro_batch_size == 1 and is_plain and not choice.rounds
 
 
-def nearest(search: Search, candidates: Iterable[Candidate], given: Choice) -> Found | None:
+def nearest(search: Search, candidates: Iterable[Candidate], given: LayoutChoice) -> Found | None:
     """Return a layout that fits and differs least from the given one, of these the fastest; None if none was found."""
     has = search.hardware.memory_bytes
     near = sorted(

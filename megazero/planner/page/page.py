@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.memory.ledger_figures import CATEGORIES
-from megazero.planner.compare import Row
+from megazero.planner.compare import ComparedPart
 from megazero.planner.dry_run import RankRecord
 from megazero.planner.forecast import Forecast
 from megazero.planner.page import pictures
@@ -54,7 +54,7 @@ class PageStory:
     plan: Plan
     forecast: Forecast
     points: Sequence[Point]
-    rows: Sequence[Row]
+    rows: Sequence[ComparedPart]
     command: str
 
 
@@ -183,7 +183,7 @@ def _timeline(plan: Plan, step: StepTime) -> str:
     return f"<p>{escape(lead)}</p>\n<figure>{pictures.timeline(lanes, step.seconds)}</figure>\n{shares}"
 
 
-def _beside(rows: Sequence[Row]) -> str:
+def _beside(rows: Sequence[ComparedPart]) -> str:
     cells = []
     for row in rows:
         pair = [

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megazero.planner.seconds import StepTime
-from megazero.planner.timeline import Span, StageTime
+from megazero.planner.timeline import LaneSpan, StageTime
 
 DEVICE = "device"
 _MOST_STAGES = 4
@@ -15,10 +15,10 @@ class Lane(NamedTuple):
     """The spans of the device, or of messages or copies of one kind, in the order of their starts."""
 
     name: str
-    spans: Sequence[Span]
+    spans: Sequence[LaneSpan]
 
 
-class Wait(NamedTuple):
+class LaneWait(NamedTuple):
     """A time in which the device waits for a message of this kind.
 
     Waits for a host that is late are parts of the device's spans.
@@ -34,7 +34,7 @@ class LanesOfStage(NamedTuple):
 
     number: int
     lanes: Sequence[Lane]
-    waits: Sequence[Wait]
+    waits: Sequence[LaneWait]
 
 
 def drawn_stages(count: int) -> list[int]:
@@ -52,15 +52,15 @@ def lanes_of(step: StepTime) -> Iterator[LanesOfStage]:
         yield LanesOfStage(number, lanes, list(_waits(lanes)))
 
 
-def _start(span: Span) -> float:
+def _start(span: LaneSpan) -> float:
     return span.start
 
 
-def _waits(lanes: Sequence[Lane]) -> Iterator[Wait]:
+def _waits(lanes: Sequence[Lane]) -> Iterator[LaneWait]:
     """Yield the gaps between the device's spans, each with the kind of the message that ends last in it."""
     messages = sorted((span for lane in lanes[1:] for span in lane.spans), key=lambda span: span.end)
     place = 0
-    for before, after in pairwise([Span(DEVICE, "", 0.0, 0.0), *lanes[0].spans]):
+    for before, after in pairwise([LaneSpan(DEVICE, "", 0.0, 0.0), *lanes[0].spans]):
         if after.start <= before.end:
             continue
         kind = ""
@@ -69,7 +69,7 @@ def _waits(lanes: Sequence[Lane]) -> Iterator[Wait]:
                 kind = messages[place].lane
             place += 1
         if kind:
-            yield Wait(kind, before.end, after.start)
+            yield LaneWait(kind, before.end, after.start)
 
 
 def shares_of(stage: StageTime, seconds: float) -> dict[str, float]:

@@ -19,8 +19,8 @@ from megazero.planner.advice.shallow import Measured, measure
 from megazero.planner.dry_run import DryJob
 from megazero.planner.machines import MACHINES
 from megazero.planner.paper import points
-from megazero.planner.paper.points import Point
-from megazero.planner.paper.rows import Row, Table
+from megazero.planner.paper.points import PaperRun
+from megazero.planner.paper.rows import PaperFigure, Table
 from megazero.planner.words import read_run
 
 GB = 1e9
@@ -30,13 +30,13 @@ _VOCABULARY, _LENGTH = 50257, 1024
 _BASELINE = ("--zero-stage", "0", "--recompute-granularity", "full")
 # Between these numbers of layers figure 6 draws its line.
 _SHALLOW, _DEEP = 40, 80
-# What the paper's text says of its charts: TFLOP/s a device, and billions of parameters.
+# The paper's text on its charts: TFLOP/s a device, and billions of parameters.
 _OF_100B, _MEAN_8B_TO_100B, _OF_40B_BASELINE, _SPEEDUP = 38.0, 37.5, 5.0, 10.0
 _MEAN_WITHOUT_MP, _OF_DDP, _LARGEST_DDP, _LARGEST_WITHOUT_MP, _OF_17B = 40.0, 20.0, 1.4, 13.0, 41.4
 _LARGEST = MappingProxyType({"C1": 40.0, "C2": 60.0, "C3": 50.0, "C4": 140.0, "C5": 150.0})
 
 
-def job_of(point: Point, *settings: str) -> DryJob:
+def job_of(point: PaperRun, *settings: str) -> DryJob:
     """Return the job of one of the paper's runs."""
     sizes = {
         "num-layers": point.layers,
@@ -58,7 +58,7 @@ def job_of(point: Point, *settings: str) -> DryJob:
     return DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=True)
 
 
-def zero(point: Point, config: str | None = None) -> Measured:
+def zero(point: PaperRun, config: str | None = None) -> Measured:
     """Return what ZeRO-100B takes: Pos+g with all of ZeRO-R, or a configuration of table 3."""
     chosen = config or (
         "C4" if point.tp > 1 else "C3"
@@ -66,7 +66,7 @@ def zero(point: Point, config: str | None = None) -> Measured:
     return measure(job_of(point, "--zero-config", chosen), DGX2)
 
 
-def baseline(point: Point) -> Measured:
+def baseline(point: PaperRun) -> Measured:
     """Return what Megatron-LM or data parallelism without ZeRO takes."""
     return measure(job_of(point, *_BASELINE), DGX2)
 
@@ -76,19 +76,19 @@ def tflops(found: Measured) -> float:
 
 
 def figure_2() -> Table:
-    # Figure 8 says of the largest that it needs its checkpoints in host memory.
+    # By figure 8 the largest needs its checkpoints in host memory.
     ours = {point.size: zero(point, "C5" if point.size == "170B" else None) for point in points.FIGURE_2}
     plain = {point.size: baseline(point) for point in points.FIGURE_2_BASELINE}
-    told = {"100B": (_OF_100B, ">")}
+    noted = {"100B": (_OF_100B, ">")}
     told_of_baseline = {"40B": (_OF_40B_BASELINE, "~")}
     several = [tflops(ours[size]) for size in ("8B", "40B", "60B", "80B", "100B")]
     speedups = [tflops(ours[size]) / tflops(plain[size]) for size in ours]
     rows = (
-        *(_throughput(f"ZeRO {size}", found, *told.get(size, (None, ""))) for size, found in ours.items()),
-        Row("ZeRO, mean of 8B to 100B", mean(several), _MEAN_8B_TO_100B, _TFLOPS, "~", is_measured=True),
+        *(_throughput(f"ZeRO {size}", found, *noted.get(size, (None, ""))) for size, found in ours.items()),
+        PaperFigure("ZeRO, mean of 8B to 100B", mean(several), _MEAN_8B_TO_100B, _TFLOPS, "~", is_measured=True),
         *(_throughput(f"baseline {n}", one, *told_of_baseline.get(n, (None, ""))) for n, one in plain.items()),
-        *(Row(f"speedup {size}", times, None, "times") for size, times in zip(ours, speedups, strict=True)),
-        Row("largest speedup", max(speedups), _SPEEDUP, "times", "~", is_measured=True),
+        *(PaperFigure(f"speedup {size}", times, None, "times") for size, times in zip(ours, speedups, strict=True)),
+        PaperFigure("largest speedup", max(speedups), _SPEEDUP, "times", "~", is_measured=True),
     )
     return Table("Figure 2: throughput of ZeRO-100B on 400 devices, and of Megatron-LM", rows)
 
@@ -101,9 +101,9 @@ def figure_3() -> Table:
     batches = {point.devices: (largest_batch(point, found[point.devices]), point.batch) for point in ends}
     rows = (
         *(_throughput(f"{devices} devices", one) for devices, one in found.items()),
-        *(Row(f"{devices} devices together", all_of, None, "PFLOP/s") for devices, all_of in petaflops.items()),
-        Row(f"{many} devices by {few}", petaflops[many] / petaflops[few], many / few, "times", ">"),
-        *(Row(f"largest batch, {n} devices", most, ran, "sequences") for n, (most, ran) in batches.items()),
+        *(PaperFigure(f"{devices} devices together", all_of, None, "PFLOP/s") for devices, all_of in petaflops.items()),
+        PaperFigure(f"{many} devices by {few}", petaflops[many] / petaflops[few], many / few, "times", ">"),
+        *(PaperFigure(f"largest batch, {n} devices", most, ran, "sequences") for n, (most, ran) in batches.items()),
     )
     return Table("Figure 3: superlinear scalability of 60B (75 x 8192, MP 16)", rows)
 
@@ -114,20 +114,24 @@ def figure_4() -> Table:
     wide, alone = points.FIGURE_4[-1], points.FIGURE_4_BASELINE[-1]
     rows = (
         *(_throughput(f"ZeRO {size}", one) for size, one in found.items()),
-        Row("ZeRO, mean", mean(map(tflops, found.values())), _MEAN_WITHOUT_MP, _TFLOPS, ">", is_measured=True),
+        PaperFigure("ZeRO, mean", mean(map(tflops, found.values())), _MEAN_WITHOUT_MP, _TFLOPS, ">", is_measured=True),
         *(
             _throughput(f"baseline {size}", one, *((_OF_DDP, "<") if size == alone.size else (None, "")))
             for size, one in plain.items()
         ),
-        Row("largest with ZeRO", largest(wide, "--zero-config", "C3"), _LARGEST_WITHOUT_MP, "B parameters", "", True),
-        Row("largest without", largest(alone, *_BASELINE), _LARGEST_DDP, "B parameters", "", is_measured=True),
+        PaperFigure(
+            "largest with ZeRO", largest(wide, "--zero-config", "C3"), _LARGEST_WITHOUT_MP, "B parameters", "", True
+        ),
+        PaperFigure("largest without", largest(alone, *_BASELINE), _LARGEST_DDP, "B parameters", "", is_measured=True),
     )
     return Table("Figure 4: throughput without model parallelism on 128 devices", rows)
 
 
 def figure_6() -> Table:
     rows = [
-        Row(name, largest(points.FIGURE_6, "--zero-config", name), _LARGEST[name], "B parameters", is_measured=True)
+        PaperFigure(
+            name, largest(points.FIGURE_6, "--zero-config", name), _LARGEST[name], "B parameters", is_measured=True
+        )
         for name in ZERO_CONFIGS
     ]
     return Table("Figure 6: the largest model (width 8192, batch 16, MP 16, 400 devices)", tuple(rows))
@@ -136,7 +140,7 @@ def figure_6() -> Table:
 def figure_7() -> Table:
     runs = [(points.FIGURE_7_40B, name) for name in ZERO_CONFIGS]
     runs += [(points.FIGURE_7_100B, name) for name in ("C4", "C5")]
-    rows = [Row(f"{point.size}, {name}", zero(point, name).cached / GB, None, "GB") for point, name in runs]
+    rows = [PaperFigure(f"{point.size}, {name}", zero(point, name).cached / GB, None, "GB") for point, name in runs]
     return Table("Figure 7: the most that PyTorch caches in a step", tuple(rows))
 
 
@@ -152,13 +156,13 @@ def section_10_6() -> Table:
     return Table("Section 10.6: Turing-NLG", (_throughput("17B, 256 devices, MP 4", found, _OF_17B),))
 
 
-def _throughput(name: str, found: Measured, papers: float | None = None, sign: str = "") -> Row:
+def _throughput(name: str, found: Measured, papers: float | None = None, sign: str = "") -> PaperFigure:
     """Return the row of a run's throughput, with the memory that it needs, and whether there is so much."""
     note = f"{found.total / GB:.1f} GB" + ("" if found.fits(DGX2) else ", does not fit")
-    return Row(name, tflops(found), papers, _TFLOPS, sign, papers is not None, note)
+    return PaperFigure(name, tflops(found), papers, _TFLOPS, sign, papers is not None, note)
 
 
-def largest(point: Point, *settings: str) -> float:
+def largest(point: PaperRun, *settings: str) -> float:
     """Return the billions of parameters of the deepest model of this shape that fits: memory is a line over layers."""
     depths = (_SHALLOW, _DEEP)
     found = [measure(job_of(point._replace(layers=layers), *settings), DGX2).total for layers in depths]
@@ -166,7 +170,7 @@ def largest(point: Point, *settings: str) -> float:
     return int(layers) * 12 * point.hidden**2 / 1e9
 
 
-def largest_batch(point: Point, found: Measured) -> int:
+def largest_batch(point: PaperRun, found: Measured) -> int:
     """Return the largest batch of a run that fits: memory is a line over it.  found: what the run itself takes."""
     half = zero(point._replace(batch=point.batch // 2))
     return int(point.batch // 2 + _room([half.total, found.total]) * (point.batch - point.batch // 2))

@@ -32,7 +32,7 @@ from megazero.memory.ledger import Ledger
 from megazero.parallel.topology import Topology
 from megazero.planner.allocator import ROUNDING, CachingAllocator
 from megazero.planner.dry_run import CPU
-from megazero.planner.paper.rows import Row, Table
+from megazero.planner.paper.rows import PaperFigure, Table
 
 MIB = 1 << 20
 _LAYERS, _WIDTH, _INNER, _TOKENS = 4, 256, 1024, 256
@@ -42,7 +42,7 @@ DEVICE_MIB = 95
 
 
 class Trained(NamedTuple):
-    """What a training took: the most bytes in segments that were in use at once, and at once alive.
+    """The memory that a training took: the most bytes in segments that were in use at once, and at once alive.
 
     compactions: of arenas; outside: the tensors that found no room in theirs.
     """
@@ -149,5 +149,5 @@ def section_6_3() -> Table:
         except MemoryLimitError:
             end = f"ends in {DEVICE_MIB} MiB"
         note = f"{found.alive / MIB:.1f} MiB alive, {found.compactions} compactions; {end}"
-        rows.append(Row(name, found.needed / MIB, None, "MiB", note=note))
+        rows.append(PaperFigure(name, found.needed / MIB, None, "MiB", note=note))
     return Table("Section 6.3: memory of a training with two batches in flight", tuple(rows))

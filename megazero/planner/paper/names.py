@@ -1,4 +1,4 @@
-"""Which tables and figures there are, and the words of `--paper` that name them.  Pure."""
+"""The tables and figures that there are, and the words of `--paper` that name them.  Pure."""
 
 import difflib
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 HEAD = f"{'':<36}{'this code':>14} {'the paper':>12}"
 
 
-class Row(NamedTuple):
+class PaperFigure(NamedTuple):
     """A figure: of what, by this code, by the paper (None where it has none), and the unit.
 
     sign: how the paper's text has its figure: "" for a value, ">" for more than it, "<" for less, "~" for about.
@@ -34,7 +34,7 @@ class Table(NamedTuple):
     """A table or a figure of the paper."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[PaperFigure, ...]
 
 
 def lines_of(found: Table) -> Iterator[str]:

@@ -12,7 +12,7 @@ from megazero.config.presets import ZERO_CONFIGS
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.parallel.nodes import Nodes
 from megazero.planner.dry_run import DryJob, RankRecord, run_rank
-from megazero.planner.paper.rows import Row, Table
+from megazero.planner.paper.rows import PaperFigure, Table
 from megazero.planner.trace import Part
 from megazero.planner.words import read_run
 
@@ -52,7 +52,10 @@ STAGES = MappingProxyType({0: "baseline", 1: "Pos", 2: "Pos+g", 3: "Pos+g+p"})
 def figure_1() -> Table:
     return Table(
         "Figure 1: bytes of a device for 7.5B parameters on 64 devices",
-        tuple(Row(STAGES[stage], states(7.5e9, 64, stage) / GB, papers, "GB") for stage, papers in FIGURE_1.items()),
+        tuple(
+            PaperFigure(STAGES[stage], states(7.5e9, 64, stage) / GB, papers, "GB")
+            for stage, papers in FIGURE_1.items()
+        ),
     )
 
 
@@ -114,27 +117,27 @@ def _run(
     return run_rank(DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=True), 0, parts)
 
 
-def _table_1(counts: Sequence[int]) -> Iterator[Row]:
+def _table_1(counts: Sequence[int]) -> Iterator[PaperFigure]:
     for ranks in counts:
         for model, papers in TABLE_1[ranks].items():
             for stage, value in enumerate(papers, start=1):
                 ours = states(_SIZES[model], ranks, stage) / GB
-                yield Row(f"{model}, {STAGES[stage]}, {ranks} devices", ours, value, "GB")
+                yield PaperFigure(f"{model}, {STAGES[stage]}, {ranks} devices", ours, value, "GB")
 
 
-def _table_2() -> Iterator[Row]:
+def _table_2() -> Iterator[PaperFigure]:
     for tp, theory in TABLE_2.items():
         for stage, papers in enumerate(theory):
             bytes_of_one = states(64e9, 64, stage, tp) / 64e9
-            yield Row(f"MP {tp}, {STAGES[stage]}", 32 / bytes_of_one, papers, "B parameters")
+            yield PaperFigure(f"MP {tp}, {STAGES[stage]}", 32 / bytes_of_one, papers, "B parameters")
 
 
-def _table_3(layers: int = 125) -> Iterator[Row]:
+def _table_3(layers: int = 125) -> Iterator[PaperFigure]:
     """Yield a device's peak for 100B parameters, batch 32 and MP 16; of two dry depths, of which the rest is a line."""
     for name in ZERO_CONFIGS:
         shallow, deep = (_peak_of(depth, name) for depth in (2, 4))
         ours = shallow + (layers - 2) * (deep - shallow) / 2
-        yield Row(f"{name} ({_CONFIGURATIONS[name]})", ours / GB, None, "GB")
+        yield PaperFigure(f"{name} ({_CONFIGURATIONS[name]})", ours / GB, None, "GB")
 
 
 def _peak_of(layers: int, name: str) -> int:
@@ -144,20 +147,20 @@ def _peak_of(layers: int, name: str) -> int:
     return record.parts["steady step"].memory.peak_bytes
 
 
-def _section_7() -> Iterator[Row]:
+def _section_7() -> Iterator[PaperFigure]:
     papers = {0: 2.0, 1: 2.0, 2: 2.0, 3: 3.0}
     for stage, value in papers.items():
         record = _run(_model_of(2e9), 64, 1, stage, ("start-up", "first step", "steady step"))
         sent = sum(count.nbytes for count in record.parts["steady step"].traffic["dp"].values())
-        yield Row(STAGES[stage], sent / 2 / (record.numel * 63 / 64), value, "parameters")
+        yield PaperFigure(STAGES[stage], sent / 2 / (record.numel * 63 / 64), value, "parameters")
 
 
-def _section_8() -> tuple[Row, ...]:
+def _section_8() -> tuple[PaperFigure, ...]:
     one = _LENGTH * _HIDDEN * 15 / 16
     plain, pa = (_of_block(*flags) for flags in ((), ("--partition-activations", "true")))
     return (
-        Row("all layers recomputed", plain / 2 / one, 12.0, "b s h"),
-        Row("and Pa", pa / 2 / one, 13.0, "b s h"),
+        PaperFigure("all layers recomputed", plain / 2 / one, 12.0, "b s h"),
+        PaperFigure("and Pa", pa / 2 / one, 13.0, "b s h"),
     )
 
 

@@ -24,7 +24,7 @@ _ENDING = re.compile(r"\.(idx|bin|json)$")
 _NAMED = 10
 
 
-class Family(NamedTuple):
+class ShardNames(NamedTuple):
     """The parts, before and after the numbers, that the names of all shards of one preprocessing and one key share."""
 
     head: str
@@ -34,7 +34,7 @@ class Family(NamedTuple):
 class ShardName(NamedTuple):
     """The parts of a shard's name; width: the number of digits of its numbers."""
 
-    family: Family
+    family: ShardNames
     number: int
     num_shards: int
     width: int
@@ -56,7 +56,7 @@ def parse_shard(prefix: str) -> ShardName | None:
     if found is None:
         return None
     head, number, count, rest = found.groups()
-    return ShardName(Family(head, rest), int(number), int(count), len(number))
+    return ShardName(ShardNames(head, rest), int(number), int(count), len(number))
 
 
 def find_prefixes(words: Sequence[str]) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def _repetitions(meant: Sequence[_NamedCorpus]) -> list[Problem]:
 def _ordered(prefixes: Sequence[str] | dict[str, None]) -> tuple[str, ...]:
     """Order the prefixes, every family at the position of its first shard."""
     keyed = {prefix: parse_shard(prefix) for prefix in prefixes}
-    order: dict[Family | str, int] = {}
+    order: dict[ShardNames | str, int] = {}
     for prefix, shard in keyed.items():
         order.setdefault(shard.family if shard else prefix, len(order))
 
@@ -138,7 +138,7 @@ def _ordered(prefixes: Sequence[str] | dict[str, None]) -> tuple[str, ...]:
 
 
 def _shard_problems(prefixes: Sequence[str]) -> list[Problem]:
-    families: dict[Family, list[ShardName]] = {}
+    families: dict[ShardNames, list[ShardName]] = {}
     for shard in filter(None, map(parse_shard, prefixes)):
         families.setdefault(shard.family, []).append(shard)
     return [problem for shards in families.values() for problem in _family_problems(shards)]

@@ -27,7 +27,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 LOCKLESS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK})
 
 
-class Journal:
+class WorkJournal:
     """A context manager of the scratch folder of one piece of work, which is locked while it is open.
 
     work: the description of the work, as plain JSON values.  resume: True to continue after the last partition; else

@@ -35,7 +35,7 @@ class MergeInput(NamedTuple):
     sidecar: Sidecar | None
 
 
-class Merged(NamedTuple):
+class MergedCorpus(NamedTuple):
     """A corpus that was written; it has a sidecar unless some of its inputs are `without`."""
 
     documents: int
@@ -57,7 +57,7 @@ def open_inputs(prefixes: Sequence[str], output_prefix: str) -> tuple[MergeInput
     return tuple(parts)
 
 
-def merge(parts: Sequence[MergeInput], output_prefix: str, advance: Callable[[int], None]) -> Merged:
+def merge(parts: Sequence[MergeInput], output_prefix: str, advance: Callable[[int], None]) -> MergedCorpus:
     """Write OUTPUT-PREFIX.{bin,idx,json}, and the mask if the inputs have one; call advance(tokens) after every input.
 
     Raises DataError when an input is damaged or has changed, or the disk is full; no file has its final name then.
@@ -80,7 +80,7 @@ def merge(parts: Sequence[MergeInput], output_prefix: str, advance: Callable[[in
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     without = tuple(part.prefix for part in parts if part.sidecar is None)
-    return Merged(writer.num_documents, writer.num_tokens, sidecar, without)
+    return MergedCorpus(writer.num_documents, writer.num_tokens, sidecar, without)
 
 
 def _open_input(prefix: str) -> MergeInput:

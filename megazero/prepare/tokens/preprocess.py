@@ -28,7 +28,7 @@ from megazero.prepare.text.inputs import InputFile, find_inputs, pipe_problems
 from megazero.prepare.tokens.encode import Encoded, EncodeRules, chunk_encoder, encode_with
 from megazero.prepare.tokens.encoders import fastest_encoder
 from megazero.prepare.tokens.indexed_writer import IndexedDatasetWriter, Position, Spool, publish_corpus
-from megazero.prepare.tokens.journal import Journal
+from megazero.prepare.tokens.journal import WorkJournal
 from megazero.prepare.tokens.progress import TextProgress, WorkCount
 from megazero.prepare.tokens.workers import worker_pool
 from megazero.units import format_bytes
@@ -110,7 +110,7 @@ def preprocess(request: PreprocessRequest, console: Console) -> Preprocessed:
     files = _checked_inputs(request)
     scratch = Path(f"{request.prefix}.partial")
     with _encoding(request) as (tokenizer, encode):
-        journal = Journal(scratch.with_name(f".{scratch.name}"), _work(request, files), resume=request.resume)
+        journal = WorkJournal(scratch.with_name(f".{scratch.name}"), _work(request, files), resume=request.resume)
         run = _PreprocessRun(request, files, tokenizer, journal, console)
         try:
             with journal:
@@ -182,7 +182,7 @@ class _PreprocessRun:
         request: PreprocessRequest,
         files: Sequence[InputFile],
         tokenizer: Tokenizer,
-        journal: Journal,
+        journal: WorkJournal,
         console: Console,
     ) -> None:
         last: Mapping[str, Any] = journal.last or {}

@@ -18,7 +18,7 @@ _ROW, _GAP = 16, 6
 PALETTE = ("#3d8bd4", "#e0702f", "#1b998b", "#9a7fd1")
 
 
-class Curve(NamedTuple):
+class PlottedCurve(NamedTuple):
     """A line of points; NaN leaves a gap.  dotted: every point is marked, for curves of few points."""
 
     name: str
@@ -36,13 +36,15 @@ class _Binned(NamedTuple):
     high: NDArray[np.float64]
 
 
-def curves(title: str, lines: Sequence[Curve], *, shown: Callable[[float], str] = "{:.4g}".format) -> str:
+def curves(title: str, lines: Sequence[PlottedCurve], *, shown: Callable[[float], str] = "{:.4g}".format) -> str:
     """Return an SVG element with the lines over iterations; empty if no line has a point.  shown: formats a value."""
     parts = curve_parts(title, lines, shown=shown)
     return part_of_page(*CURVES_SIZE, parts, label=title) if parts else ""
 
 
-def curve_parts(title: str, lines: Sequence[Curve], *, shown: Callable[[float], str] = "{:.4g}".format) -> list[str]:
+def curve_parts(
+    title: str, lines: Sequence[PlottedCurve], *, shown: Callable[[float], str] = "{:.4g}".format
+) -> list[str]:
     """Return the parts of a picture of `CURVES_SIZE` as `curves` draws it."""
     colours = dict(zip((line.name for line in lines), PALETTE, strict=False))
     drawn = {line.name: (line, _binned(line)) for line in lines if np.isfinite(line.y).any()}
@@ -78,7 +80,7 @@ def curve_parts(title: str, lines: Sequence[Curve], *, shown: Callable[[float], 
 _Axis = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 
-def _line(line: Curve, binned: _Binned, colour: str, x: _Axis, y: _Axis) -> Iterable[str]:
+def _line(line: PlottedCurve, binned: _Binned, colour: str, x: _Axis, y: _Axis) -> Iterable[str]:
     places = x(binned.x)
     if (binned.low < binned.high).any():
         above, below = _points(places, y(binned.high)), _points(places[::-1], y(binned.low[::-1]))
@@ -93,7 +95,7 @@ def _points(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:
     return "L".join(f"{at:.1f} {height:.1f}" for at, height in zip(x, y, strict=True))
 
 
-def _binned(line: Curve) -> _Binned:
+def _binned(line: PlottedCurve) -> _Binned:
     """Return the finite points, at most `_COLUMNS` of them: of more, those that fall into a column together."""
     finite = np.isfinite(line.y)
     x, y = line.x[finite].astype(np.float64), line.y[finite]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.files import written_aside
-from megazero.memory.ledger_figures import CATEGORIES, PhaseMark, StepMemory, Timeline, UnitMark
+from megazero.memory.ledger_figures import CATEGORIES, MemoryTimeline, PhaseMark, StepMemory, UnitMark
 from megazero.svg import CLASSES, COLOURS, LETTER_WIDTH, legend, part_of_page, round_up, text
 from megazero.units import format_bytes
 
@@ -83,7 +83,7 @@ class Frame(NamedTuple):
         return self.top + self.height * (1 - nbytes / self.top_bytes)
 
 
-class Section(NamedTuple):
+class PassSection(NamedTuple):
     """A stretch of operations in which forward or backward was in one unit."""
 
     begin: int
@@ -119,7 +119,7 @@ def phase_of(phases: Sequence[PhaseMark], operation: int) -> str:
     return next((mark.phase for mark in reversed(phases) if mark.operation < operation), "")
 
 
-def sections(timeline: Timeline) -> list[Section]:
+def sections(timeline: MemoryTimeline) -> list[PassSection]:
     """Return the stretches of forward and backward by unit, in order; none where the units are not known.
 
     In backward an operation belongs to the parameter whose gradient comes next, and that to its module.
@@ -128,7 +128,7 @@ def sections(timeline: Timeline) -> list[Section]:
     module_of = {name: next(each for each in names if f"{name}.".startswith(f"{each}.")) for name in names}
     phases, units = list(timeline.phases), list(timeline.units)
     starts = sorted({mark.operation for mark in phases} | {mark.operation for mark in units})
-    found: list[Section] = []
+    found: list[PassSection] = []
     for begin, end in pairwise([*starts, timeline.num_operations]):
         phase, unit = _last(phases, begin), _last(units, begin)
         place = bisect.bisect_right(units, begin, key=_operation)
@@ -141,7 +141,7 @@ def sections(timeline: Timeline) -> list[Section]:
         if found and (found[-1].end, *found[-1][2:]) == (begin, phase.phase, module):
             found[-1] = found[-1]._replace(end=end)
         else:
-            found.append(Section(begin, end, phase.phase, module))
+            found.append(PassSection(begin, end, phase.phase, module))
     return found
 
 
@@ -192,13 +192,13 @@ def drawing(step: StepMemory, *, room: int = 0, place: str = "", most_columns: i
     return part_of_page(frame.right + 20, below + 68, parts, label="live memory by category over one step")
 
 
-def joined(found: Sequence[Section], *, least: int) -> list[Section]:
+def joined(found: Sequence[PassSection], *, least: int) -> list[PassSection]:
     """Return the sections with runs of those of fewer than `least` operations as one: "layers.0-11".
 
     A run has names that differ in a number alone, which grows or shrinks.  Its phase is "backward" where
     recomputation alternates with that.
     """
-    kept: list[Section] = []
+    kept: list[PassSection] = []
     for each in found:
         longer = _with_next(kept[-1], each, least) if kept else None
         if longer is None:
@@ -208,7 +208,7 @@ def joined(found: Sequence[Section], *, least: int) -> list[Section]:
     return kept
 
 
-def _with_next(run: Section, each: Section, least: int) -> Section | None:
+def _with_next(run: PassSection, each: PassSection, least: int) -> PassSection | None:
     """Return a run with one section more; None if that begins another run."""
     family, _, numbers = run.unit.rpartition(".")
     first, _, last = numbers.partition("-")
@@ -223,10 +223,10 @@ def _with_next(run: Section, each: Section, least: int) -> Section | None:
         return None
     phase = run.phase if each.phase == run.phase else "backward"
     unit = run.unit if first == number else f"{family}.{first}-{number}"
-    return Section(run.begin, each.end, phase, unit)
+    return PassSection(run.begin, each.end, phase, unit)
 
 
-def columns(timeline: Timeline, most: int = 1000) -> NDArray[np.int64]:
+def columns(timeline: MemoryTimeline, most: int = 1000) -> NDArray[np.int64]:
     """Return live bytes [num columns, len(CATEGORIES)]: each column's highest moment, or the last one before it."""
     num_columns = min(most, timeline.num_operations + 1)
     column = timeline.operations * num_columns // (timeline.num_operations + 1)
@@ -271,7 +271,7 @@ def _steps(heights: NDArray[np.int64], frame: Frame, *, backwards: bool = False)
     return "V".join(moves)
 
 
-def _phase_bands(timeline: Timeline, frame: Frame) -> list[str]:
+def _phase_bands(timeline: MemoryTimeline, frame: Frame) -> list[str]:
     """Draw a strip for every phase, every other one shaded, with its name where there is room."""
     starts = [frame.x(mark.operation + 1) for mark in timeline.phases]
     ends = [*starts, frame.right][1:]
@@ -288,7 +288,7 @@ def _phase_bands(timeline: Timeline, frame: Frame) -> list[str]:
     return bands
 
 
-def _unit_strip(units: Sequence[Section], frame: Frame) -> list[str]:
+def _unit_strip(units: Sequence[PassSection], frame: Frame) -> list[str]:
     """Draw the units along the foot, with their names, or the numbers they end in, where there is room."""
     parts = []
     wide = [each for each in units if frame.x(each.end) - frame.x(each.begin) > 0.5]

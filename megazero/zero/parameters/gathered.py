@@ -11,7 +11,7 @@ from torch import nn
 
 from megazero.comm.interface import Communicator
 from megazero.errors import Problem, UsageError
-from megazero.zero.parameters.guard import Owner, handle_of
+from megazero.zero.parameters.guard import ParameterOwner, handle_of
 
 
 class GatheredParameters:
@@ -53,8 +53,8 @@ class GatheredParameters:
             finally:
                 owner.release(names, modifier_rank=modifier_rank)
 
-    def _by_owner(self) -> list[tuple[Owner, list[str]]]:
-        grouped: dict[int, tuple[Owner, list[str]]] = {}
+    def _by_owner(self) -> list[tuple[ParameterOwner, list[str]]]:
+        grouped: dict[int, tuple[ParameterOwner, list[str]]] = {}
         for parameter in self._parameters:
             handle = handle_of(parameter)
             if handle is not None:

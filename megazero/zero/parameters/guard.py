@@ -46,7 +46,7 @@ _HARMLESS = frozenset(
 )
 
 
-class Owner(Protocol):
+class ParameterOwner(Protocol):
     """The owner of parameters' values: an engine, or `Init` before there is one."""
 
     def touched(self, name: str, call: str) -> None:
@@ -105,7 +105,7 @@ class ParameterHandle:
     """
 
     name: str
-    owner: Owner
+    owner: ParameterOwner
     whole_class: type[nn.Parameter]
     values: WatchedValues | None = None
 
@@ -178,7 +178,7 @@ class PartitionedParameter(nn.Parameter):
         return deepcopy(self, memo)
 
 
-def attach_handle(parameter: nn.Parameter, name: str, owner: Owner) -> None:
+def attach_handle(parameter: nn.Parameter, name: str, owner: ParameterOwner) -> None:
     """Attach a parameter to its owner, in place of an earlier one."""
     before = handle_of(parameter)
     whole_class = type(parameter) if before is None else before.whole_class

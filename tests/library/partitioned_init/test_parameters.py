@@ -15,7 +15,7 @@ from megazero.library.partitioned_init import parameters as init_parameters
 from megazero.library.partitioned_init.parameters import SlicedParameter, address, has_alias
 from megazero.library.partitioned_init.slices import FileSlices, MemorySlices, SliceStore
 from megazero.memory.homes import DeviceHome, HostHome
-from megazero.zero.parameters.guard import Owner, PartitionedParameter, attach_handle
+from megazero.zero.parameters.guard import ParameterOwner, PartitionedParameter, attach_handle
 
 CPU = torch.device("cpu")
 WHERE = ("device", "host", "files")
@@ -127,5 +127,5 @@ def test_aliases() -> None:
     assert not has_alias(parameter)
 
 
-class _Nobody(Owner):
+class _Nobody(ParameterOwner):
     """An owner whose methods are never called."""

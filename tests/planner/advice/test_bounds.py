@@ -7,7 +7,7 @@ import pytest
 
 from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bounds, at_best, highest_up_to
-from megazero.planner.advice.choices import Choice, Run, choices, legal, read
+from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, choices, legal, read
 from megazero.planner.curves import Curve
 from megazero.planner.dry_run import DryJob
 from megazero.planner.machines import MACHINES
@@ -31,7 +31,7 @@ MODELS = {
 }
 
 
-def run_of(more: str, world: int) -> Run:
+def run_of(more: str, world: int) -> AdvisedRun:
     words = (
         "--num-layers 3 --hidden-size 1536 --num-attention-heads 12 --seq-length 384 --vocab-size 5000"
         f" --micro-batch-size 1 --global-batch-size 48 --train-iters 5 --lr 1e-4 --eval-iters 0 {more}"
@@ -39,7 +39,7 @@ def run_of(more: str, world: int) -> Run:
     return read(shlex.split(words), world)
 
 
-def planned(run: Run, choice: Choice, nodes: Nodes, hardware: str) -> Plan | None:
+def planned(run: AdvisedRun, choice: LayoutChoice, nodes: Nodes, hardware: str) -> Plan | None:
     wanted = legal(run, choice, nodes)
     if wanted is None:
         return None
@@ -68,7 +68,7 @@ def test_bounds_are_below(name: str) -> None:
         assert bound.seconds <= seconds, (choice, bound, seconds)
 
 
-def copies(choice: Choice, nodes: Nodes) -> int:
+def copies(choice: LayoutChoice, nodes: Nodes) -> int:
     parts = choice.tensor_model_parallel_size * choice.pipeline_model_parallel_size
     return sum(nodes.ranks_per_node) // parts
 
@@ -83,7 +83,7 @@ def test_a_bound_has_most_of_a_large_layout() -> None:
         ),
         16,
     )
-    choice = Choice(16, sequence_parallel=True, micro_batch_size=8)
+    choice = LayoutChoice(16, sequence_parallel=True, micro_batch_size=8)
     plan = planned(run, choice, nodes, "dgx2-v100")
     assert plan is not None
     bound = Bounds(run, 5000, MACHINES["dgx2-v100"], nodes).of(choice)

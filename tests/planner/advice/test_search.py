@@ -7,7 +7,7 @@ from typing import Any
 
 from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bound
-from megazero.planner.advice.choices import Choice
+from megazero.planner.advice.choices import LayoutChoice
 from megazero.planner.advice.search import Candidate, Limit, Search, fastest, nearest, node_counts
 from megazero.planner.machines import MACHINES
 
@@ -29,13 +29,13 @@ class Made:
 class MadeSearch(Search):
     """A search whose layouts have made-up figures; what has none is refused."""
 
-    def measured(self, choice: Choice, nodes: Nodes) -> Any:
+    def measured(self, choice: LayoutChoice, nodes: Nodes) -> Any:
         figures: Any = made(choice)
         self.tried[choice, nodes] = figures
         return figures
 
 
-def made(choice: Choice) -> Made | None:
+def made(choice: LayoutChoice) -> Made | None:
     """Return figures of a layout: recomputation and host memory save bytes and cost time."""
     drawn = random.Random(str((choice.tensor_model_parallel_size, choice.micro_batch_size, choice.zero_stage)))
     seconds, total = drawn.uniform(1, 3), drawn.uniform(60, 200) * GB
@@ -55,7 +55,7 @@ def candidates(seed: int) -> list[Candidate]:
                 share = drawn.uniform(0.5, 1.0)
                 for recomputed in ("none", "selective", "full"):
                     for home in ("none", "cpu"):
-                        choice = Choice(
+                        choice = LayoutChoice(
                             tensor,
                             zero_stage=stage,
                             micro_batch_size=micro,
@@ -77,7 +77,7 @@ def best_of_all(memory: int) -> list[float]:
     fitting = [one.choice for one in candidates(0) if (real := made(one.choice)) is not None and real.total <= memory]
     saved = ("none", "cpu"), ("none", "selective", "full")
 
-    def saves_more(choice: Choice, other: Choice) -> bool:
+    def saves_more(choice: LayoutChoice, other: LayoutChoice) -> bool:
         pairs = [(one.offload_optimizer, one.recompute_granularity) for one in (choice, other)]
         alike = choice._replace(offload_optimizer="", recompute_granularity="") == other._replace(
             offload_optimizer="", recompute_granularity=""
@@ -116,7 +116,7 @@ def test_more_memory_serves_the_same_dry_runs() -> None:
 
 
 def test_the_nearest_differs_least() -> None:
-    given = Choice(3, zero_stage=1, micro_batch_size=1)
+    given = LayoutChoice(3, zero_stage=1, micro_batch_size=1)
     real = made(given)
     assert real is not None
     found = nearest(search(), candidates(3), given)

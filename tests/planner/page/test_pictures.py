@@ -3,8 +3,8 @@
 from xml.etree import ElementTree
 
 from megazero.planner.page.pictures import LINK_COLOURS, timeline, traffic
-from megazero.planner.page.stages import Lane, LanesOfStage, Wait
-from megazero.planner.timeline import Span
+from megazero.planner.page.stages import Lane, LanesOfStage, LaneWait
+from megazero.planner.timeline import LaneSpan
 
 SVG = "{http://www.w3.org/2000/svg}"
 LEFT, WIDTH = 150, 930
@@ -15,9 +15,9 @@ def parsed(svg: str) -> ElementTree.Element:
 
 
 def test_a_span_lies_where_its_seconds_are() -> None:
-    device = Lane("device", [Span("device", "F0", 0, 1), Span("device", "B0", 3, 4)])
-    message = Lane("dp", [Span("dp", "B0", 1, 3)])
-    root = parsed(timeline([LanesOfStage(0, [device, message], [Wait("dp", 1, 3)])], 4.0))
+    device = Lane("device", [LaneSpan("device", "F0", 0, 1), LaneSpan("device", "B0", 3, 4)])
+    message = Lane("dp", [LaneSpan("dp", "B0", 1, 3)])
+    root = parsed(timeline([LanesOfStage(0, [device, message], [LaneWait("dp", 1, 3)])], 4.0))
     spans = {
         rect.findtext(f"{SVG}title"): (float(rect.get("x", "")), float(rect.get("width", "")))
         for rect in root.iter(f"{SVG}rect")
@@ -37,9 +37,9 @@ def test_a_span_lies_where_its_seconds_are() -> None:
 
 def test_a_step_of_very_many_spans_is_a_small_picture() -> None:
     count = 20_000
-    device = [Span("device", f"{'FB'[n % 2]}{n}", 2.0 * n, 2 * n + 1.5) for n in range(count)]
-    other = [Span("dp", "", 2 * n + 0.5, 2 * n + 1.0) for n in range(count)]
-    waits = [Wait("dp", 2 * n - 0.5, 2.0 * n) for n in range(1, count)]
+    device = [LaneSpan("device", f"{'FB'[n % 2]}{n}", 2.0 * n, 2 * n + 1.5) for n in range(count)]
+    other = [LaneSpan("dp", "", 2 * n + 0.5, 2 * n + 1.0) for n in range(count)]
+    waits = [LaneWait("dp", 2 * n - 0.5, 2.0 * n) for n in range(1, count)]
     stages = [
         LanesOfStage(n, [Lane("device", device), *(Lane(k, other) for k in ("dp", "tp", "pp"))], waits)
         for n in range(4)

@@ -9,18 +9,18 @@ from support.each import each
 from megazero.planner.advice.shallow import Measured
 from megazero.planner.paper import points
 from megazero.planner.paper.figures import DGX2, baseline, figure_6, figure_7, largest, largest_batch, tflops, zero
-from megazero.planner.paper.points import Point
+from megazero.planner.paper.points import PaperRun
 
 
 @each("point", [*points.FIGURE_2, *points.FIGURE_2_BASELINE, *points.FIGURE_3, *points.FIGURE_4])
-def test_a_shape_has_the_parameters_of_its_name(point: Point) -> None:
+def test_a_shape_has_the_parameters_of_its_name(point: PaperRun) -> None:
     """A block has 12 h^2 parameters, the vocabulary 50,257 h."""
     parameters = 12 * point.layers * point.hidden**2 + 50_257 * point.hidden
     assert parameters / 1e9 == pytest.approx(float(point.size[:-1]), rel=0.07)
     assert point.devices % point.tp == 0 and point.hidden % point.heads == 0 and point.heads % point.tp == 0
 
 
-def of(size: str, chosen: tuple[Point, ...]) -> Point:
+def of(size: str, chosen: tuple[PaperRun, ...]) -> PaperRun:
     return next(point for point in chosen if point.size == size)
 
 

@@ -1,13 +1,13 @@
 """Tests how a figure is printed beside the paper's: its sign, and the error of what the paper has measured."""
 
-from megazero.planner.paper.rows import Row, Table, lines_of
+from megazero.planner.paper.rows import PaperFigure, Table, lines_of
 
 
 def test_measurements_have_an_error_and_theory_has_none() -> None:
     rows = (
-        Row("measured", 50.0, 40.0, "TFLOP/s", ">", is_measured=True, note="28.9 GB"),
-        Row("theory", 31.4, 31.4, "GB"),
-        Row("alone", 7.0, None, "times"),
+        PaperFigure("measured", 50.0, 40.0, "TFLOP/s", ">", is_measured=True, note="28.9 GB"),
+        PaperFigure("theory", 31.4, 31.4, "GB"),
+        PaperFigure("alone", 7.0, None, "times"),
     )
     title, *lines = lines_of(Table("Figure 9", rows))
     assert title == "Figure 9"

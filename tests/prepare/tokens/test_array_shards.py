@@ -7,7 +7,7 @@ import pytest
 from support.token_files import write_corpus
 
 from megazero.errors import DataError
-from megazero.prepare.tokens.array_shards import Family, ShardName, find_prefixes, names, parse_shard
+from megazero.prepare.tokens.array_shards import ShardName, ShardNames, find_prefixes, names, parse_shard
 
 
 def shard(number: int, count: int = 12, *, name: str = "out", key: str = "text") -> str:
@@ -26,8 +26,8 @@ def problems(*words: object) -> list[str]:
 
 
 def test_a_name_says_which_shard_it_is() -> None:
-    assert parse_shard(f"a/./{shard(3, 8)}") == ShardName(Family("a/out", "_text_document"), 3, 8, 5)
-    assert parse_shard("a_shard_1_of_2_b") == ShardName(Family("a", "_b"), 1, 2, 1)
+    assert parse_shard(f"a/./{shard(3, 8)}") == ShardName(ShardNames("a/out", "_text_document"), 3, 8, 5)
+    assert parse_shard("a_shard_1_of_2_b") == ShardName(ShardNames("a", "_b"), 1, 2, 1)
     for other in ("out_text_document", "out_shard_x_of_00002_text", "out_shard_00001_of_00002", "a_shard_0_of_1_x/b"):
         assert parse_shard(other) is None
     found = parse_shard(shard(3, 8))

@@ -12,7 +12,7 @@ import pytest
 
 from megazero.errors import DataError
 from megazero.files import cannot_write
-from megazero.prepare.tokens.journal import FULL, JOURNAL, Journal
+from megazero.prepare.tokens.journal import FULL, JOURNAL, WorkJournal
 
 WORK = {"input": [["a.jsonl", 10, 5]], "rules": {"keys": ("text",)}, "shard": 0}
 
@@ -26,7 +26,7 @@ def interrupted(
 ) -> None:
     """Run work that finishes the given partitions and is then ended by an error."""
     error = error or KeyboardInterrupt()
-    with pytest.raises(type(error)), Journal(folder, WORK, resume=resume) as journal:
+    with pytest.raises(type(error)), WorkJournal(folder, WORK, resume=resume) as journal:
         (folder / "c.bin").write_bytes(b"made so far")
         for state in finished:
             journal.finish(state)
@@ -34,7 +34,7 @@ def interrupted(
 
 
 def test_work_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
-    with Journal(tmp_path / "deep" / "s", WORK, resume=False) as journal:
+    with WorkJournal(tmp_path / "deep" / "s", WORK, resume=False) as journal:
         assert journal.last is None and not journal.can_resume
         journal.finish({"chunks": 1})
         assert journal.last == {"chunks": 1} and journal.can_resume
@@ -51,7 +51,7 @@ def test_later_work_goes_on_after_the_last_partition(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     interrupted(folder, {"chunks": 1}, {"chunks": 2})
     interrupted(folder, {"chunks": 3}, resume=True)
-    with Journal(folder, WORK, resume=True) as journal:
+    with WorkJournal(folder, WORK, resume=True) as journal:
         assert journal.last == {"chunks": 3}
         assert (folder / "c.bin").read_bytes() == b"made so far"
         assert [state.get("chunks") for state in states(folder)] == [None, 1, 2, 3]
@@ -62,14 +62,14 @@ def test_without_resume_everything_is_cleared(tmp_path: Path) -> None:
     interrupted(folder, {"chunks": 1})
     (folder / "below").mkdir()
     (folder / "below" / "x").write_bytes(b"")
-    with Journal(folder, WORK, resume=False) as journal:
+    with WorkJournal(folder, WORK, resume=False) as journal:
         assert journal.last is None
         assert [path.name for path in folder.iterdir()] == [JOURNAL]
         assert len(states(folder)) == 1
 
 
 def test_there_may_be_nothing_to_resume(tmp_path: Path) -> None:
-    with Journal(tmp_path / "s", WORK, resume=True) as journal:
+    with WorkJournal(tmp_path / "s", WORK, resume=True) as journal:
         assert journal.last is None
 
 
@@ -81,7 +81,7 @@ def test_a_journal_cut_anywhere_counts_its_whole_lines(tmp_path: Path) -> None:
         interrupted(folder, {"chunks": 1})
         (folder / JOURNAL).write_bytes(whole[:size])
         lines = whole[:size].count(b"\n")
-        with pytest.raises(KeyboardInterrupt), Journal(folder, WORK, resume=True) as journal:
+        with pytest.raises(KeyboardInterrupt), WorkJournal(folder, WORK, resume=True) as journal:
             assert journal.last == (None, None, {"chunks": 1}, {"chunks": 2})[lines]
             assert (folder / "c.bin").exists() == (lines > 1)
             journal.finish({"chunks": 9})
@@ -95,7 +95,7 @@ def test_a_line_that_never_reached_the_disk_does_not_count(tmp_path: Path) -> No
     interrupted(folder, {"chunks": 1})
     with open(folder / JOURNAL, "ab") as stream:
         stream.write(b"\0" * 40 + b"\n" + b"\0" * 7)
-    with Journal(folder, WORK, resume=True) as journal:
+    with WorkJournal(folder, WORK, resume=True) as journal:
         assert journal.last == {"chunks": 1}
         assert len(states(folder)) == 2
 
@@ -105,36 +105,36 @@ def test_other_work_is_refused_and_told_apart(tmp_path: Path) -> None:
     interrupted(folder, {"chunks": 1})
     other = {**WORK, "input": [["a.jsonl", 11, 5]], "shard": 1, "new": True}
     with pytest.raises(DataError) as caught:
-        Journal(folder, other, resume=True)
+        WorkJournal(folder, other, resume=True)
     given = [problem.given for problem in caught.value.problems]
     assert len(given) == 3
     assert "input was" in given[0] and '"a.jsonl", 10' in given[0] and '"a.jsonl", 11' in given[0]
     assert "shard was 0" in given[1] and "is 1" in given[1]
     assert "new was null" in given[2]
-    with Journal(folder, WORK, resume=True) as journal:  # the refusals have not changed the journal
+    with WorkJournal(folder, WORK, resume=True) as journal:  # the refusals have not changed the journal
         assert journal.last == {"chunks": 1}
 
 
 def test_of_long_lists_what_differs_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     files = [[f"/some/folder/{number}.jsonl", 10, 5] for number in range(100)]
-    with pytest.raises(KeyboardInterrupt), Journal(folder, {"input": files}, resume=False) as journal:
+    with pytest.raises(KeyboardInterrupt), WorkJournal(folder, {"input": files}, resume=False) as journal:
         journal.finish({"chunks": 1})
         raise KeyboardInterrupt
     changed = [*files[:70], ["/some/folder/70.jsonl", 12, 6], *files[71:]]
     with pytest.raises(DataError, match=r'"/some/folder/70.jsonl", 10, 5\].*"/some/folder/70.jsonl", 12, 6\]'):
-        Journal(folder, {"input": changed}, resume=True)
+        WorkJournal(folder, {"input": changed}, resume=True)
     with pytest.raises(DataError, match=r'input was \["/some/folder/99.jsonl", 10, 5\].* and is null'):
-        Journal(folder, {"input": files[:99]}, resume=True)
+        WorkJournal(folder, {"input": files[:99]}, resume=True)
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_one_at_a_time(tmp_path: Path, resume: bool) -> None:
-    with Journal(tmp_path / "s", WORK, resume=False) as journal:
+    with WorkJournal(tmp_path / "s", WORK, resume=False) as journal:
         journal.finish({"chunks": 1})
         before = (journal.folder / JOURNAL).read_bytes()
         with pytest.raises(DataError, match="another one is running"):
-            Journal(tmp_path / "s", WORK, resume=resume)
+            WorkJournal(tmp_path / "s", WORK, resume=resume)
         assert (journal.folder / JOURNAL).read_bytes() == before
 
 
@@ -146,9 +146,9 @@ def test_a_file_system_may_know_no_locks(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(fcntl, "flock", refuse)
     if number == errno.EIO:
         with pytest.raises(DataError, match="must be writable"):
-            Journal(tmp_path / "s", WORK, resume=False)
+            WorkJournal(tmp_path / "s", WORK, resume=False)
     else:
-        with Journal(tmp_path / "s", WORK, resume=False) as journal:
+        with WorkJournal(tmp_path / "s", WORK, resume=False) as journal:
             journal.finish({"chunks": 1})
         assert list(tmp_path.iterdir()) == []
 
@@ -173,7 +173,7 @@ def test_another_error_of_the_disk_leaves_what_was_finished(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="must be writable"):
-        Journal(tmp_path / "file" / "s", WORK, resume=False)
+        WorkJournal(tmp_path / "file" / "s", WORK, resume=False)
 
 
 def test_a_line_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_line_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyte
 
     with (
         pytest.raises(DataError, match="No space left") as caught,
-        Journal(tmp_path / "s", WORK, resume=False) as journal,
+        WorkJournal(tmp_path / "s", WORK, resume=False) as journal,
     ):
         monkeypatch.setattr(os, "fsync", refuse)
         journal.finish({"chunks": 1})
@@ -196,7 +196,7 @@ def test_a_disk_that_takes_nothing_from_the_start_is_told(tmp_path: Path) -> Non
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
         with pytest.raises(DataError, match="must be writable"):
-            Journal(tmp_path / "s", WORK, resume=False)
+            WorkJournal(tmp_path / "s", WORK, resume=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []

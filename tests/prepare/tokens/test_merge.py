@@ -21,7 +21,7 @@ from megazero.prepare.text import chunks
 from megazero.prepare.text.chunks import WHOLE, DocumentRules, Shard
 from megazero.prepare.tokens import merge as module
 from megazero.prepare.tokens.array_shards import find_prefixes
-from megazero.prepare.tokens.merge import Merged, merge, open_inputs
+from megazero.prepare.tokens.merge import MergedCorpus, merge, open_inputs
 from megazero.prepare.tokens.preprocess import PreprocessRequest, preprocess
 
 PARTS: Sequence[Documents] = (
@@ -36,7 +36,7 @@ SIDECAR = Sidecar(
 )
 
 
-def merged(prefixes: Sequence[str], output: Path) -> Merged:
+def merged(prefixes: Sequence[str], output: Path) -> MergedCorpus:
     return merge(open_inputs(prefixes, str(output)), str(output), lambda tokens: None)
 
 
@@ -67,7 +67,7 @@ def test_it_is_the_corpus_of_all_documents(tmp_path: Path, code: int) -> None:
     everything = [document for part in PARTS for document in part]
     expected = {"bin": token_bytes(everything, code), "idx": index_bytes(everything, code)}
     assert files(tmp_path / "deep" / "all") == expected
-    assert done == Merged(len(everything), 9, None, tuple(prefixes))
+    assert done == MergedCorpus(len(everything), 9, None, tuple(prefixes))
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["all.bin", "all.idx"]
 
 

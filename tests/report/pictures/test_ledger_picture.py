@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megazero.errors import DataError
-from megazero.memory.ledger_figures import CATEGORIES, Category, PhaseMark, StepMemory, Timeline, UnitMark
+from megazero.memory.ledger_figures import CATEGORIES, Category, MemoryTimeline, PhaseMark, StepMemory, UnitMark
 from megazero.report.pictures.ledger_picture import (
-    Section,
+    PassSection,
     columns,
     drawing,
     joined,
@@ -33,7 +33,7 @@ TRAFFIC = {
 
 def step(changes: list[tuple[int, Category, int]], num_operations: int = 12) -> StepMemory:
     start = np.array([4 * MIB if name == "parameters" else 0 for name in CATEGORIES], np.int64)
-    return StepMemory(Timeline.of_changes(start, changes, PHASES, num_operations))
+    return StepMemory(MemoryTimeline.of_changes(start, changes, PHASES, num_operations))
 
 
 PLAIN = step([(2 * MIB, "activations", 2), (MIB, "temporary", 3), (-MIB, "temporary", 3), (-2 * MIB, "activations", 9)])
@@ -119,7 +119,7 @@ def test_columns_between_changes_keep_the_last_moment() -> None:
 
 @pytest.mark.parametrize("changes", [[], [(1, "moments", 1)]])
 def test_small_and_empty_steps_can_be_drawn(changes: list[tuple[int, Category, int]]) -> None:
-    nothing = StepMemory(Timeline.of_changes(np.zeros(len(CATEGORIES), np.int64), changes, (), len(changes)))
+    nothing = StepMemory(MemoryTimeline.of_changes(np.zeros(len(CATEGORIES), np.int64), changes, (), len(changes)))
     ElementTree.fromstring(drawing(nothing))
     assert "Peak" in page(nothing, {}, title="nothing")
 
@@ -179,13 +179,13 @@ def test_narrow_units_that_differ_in_a_number_are_joined() -> None:
     """Forwards of two micro-batches, and backwards whose layers are recomputed; wide ones stay what they are."""
     names = ["F0", "F1", "F2", "B2", "F1", "B1", "F0", "B0", "F0", "F1", "F2"]
     phases = {"F": "forward", "B": "backward"}
-    found = [Section(n, n + 1, phases[name[0]], f"layers.{name[1]}") for n, name in enumerate(names)]
-    found = [Section(-1, 0, "forward", "embedding"), *found]
+    found = [PassSection(n, n + 1, phases[name[0]], f"layers.{name[1]}") for n, name in enumerate(names)]
+    found = [PassSection(-1, 0, "forward", "embedding"), *found]
     expected = [
-        Section(-1, 0, "forward", "embedding"),
-        Section(0, 3, "forward", "layers.0-2"),
-        Section(3, 8, "backward", "layers.2-0"),
-        Section(8, 11, "forward", "layers.0-2"),
+        PassSection(-1, 0, "forward", "embedding"),
+        PassSection(0, 3, "forward", "layers.0-2"),
+        PassSection(3, 8, "backward", "layers.2-0"),
+        PassSection(8, 11, "forward", "layers.0-2"),
     ]
     assert joined(found, least=2) == expected
     assert joined(found, least=1) == found
