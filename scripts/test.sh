@@ -12,11 +12,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 install=yes
+extra=0
 selected=()
 while (($#)); do
     case "$1" in
     --no-install) install=no ;;
-    --fast) selected=(-m pure) ;;
+    --fast)
+        selected=(-m pure)
+        extra=1
+        ;;
     *) break ;;
     esac
     shift
@@ -56,9 +60,11 @@ types="$(mktemp)"
 nice -n 19 "$python" -m mypy >"$types" 2>&1 &
 checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
-# Files are dealt out to a few processes of pytest: each has ranks of its own, so more of them take much memory.
-phase "pytest" "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
-    --durations 20 ${selected[@]+"${selected[@]}"} "$@"
+# Files are dealt out to a few processes of pytest: each has ranks of its own, so more of them take much memory.  Without
+# ranks there is one more than there are cores, since tests wait for disks and for programs that they start.
+cores="$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
+phase "pytest" "$python" -m pytest --numprocesses "$((cores + extra))" --maxprocesses 4 --dist loadfile \
+    --no-loadscope-reorder --durations 20 ${selected[@]+"${selected[@]}"} "$@"
 
 verdict_on_types() {
     local status=0
