@@ -2,7 +2,7 @@
 
 Starting processes that import torch costs seconds, a call into a running pool milliseconds, so pools live as long as
 the test session. Meshes that calls have left behind are dropped when there are many, and earlier when another pool is
-called, because every mesh has a thread that wakes up a hundred times a second, and sockets. Workers are forked by a
+called, because every mesh has threads, sockets and a buffer. Workers are forked by a
 *fork server* that has imported torch and megazero and computed nothing (a fork of a process that has run
 multi-threaded kernels hangs in OpenMP). After a failure, or when a rank does not answer in time, the pool is killed and
 the next call builds a new one, so that no test inherits an unfinished collective.
@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from support.late_communicator import late_mesh, unfinished
 
+from megazero.comm import groups
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
 from megazero.comm.wires.shard_group import PLAIN, Wires
@@ -252,6 +253,9 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stacks
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         limit = timedelta(seconds=TIMEOUT_SECONDS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        # Each device has a thread that wakes a hundred times a second: the meshes of a worker share one.
+        devices = groups._gloo_devices()
+        groups._gloo_devices = lambda: devices
         gc.freeze()  # what torch and megazero hold stays, and going through it took an eighth of the tests' time
         while (head := _next_message(connection)) is not None:
             reply = _answer(rank, head, connection.recv_bytes())
