@@ -458,10 +458,14 @@ def _moot(parts: EngineParts, location: Location, plain: Mapping[str, Any]) -> I
 
 
 def _autocast_problems(autocast: str | None, precision: PrecisionConfig, location: Location) -> Iterator[Problem]:
-    """Yield a problem if autocast would compute in another format than parameters that are narrow already."""
-    if autocast is not None and precision.precision != "fp32":
+    """Yield a problem if autocast would compute in another format than parameters that are narrow already.
+
+    Beside parameters in bf16 it lets the operations that torch lists for that compute in fp32.
+    """
+    if autocast is not None and precision.precision not in ("fp32", autocast if autocast == "bf16" else None):
         given = f"{location}: {autocast} with parameters in {precision.precision}"
-        yield Problem(given, "autocast narrows what a model in fp32 computes", "fp32 parameters, or no autocast")
+        rule = "autocast narrows what a model in fp32 computes, and in bf16 what one in bf16 does"
+        yield Problem(given, rule, "fp32 parameters, bf16 for both, or no autocast")
 
 
 def _undecidable(activations: ActivationConfig, location: Location) -> Iterator[Problem]:

@@ -241,8 +241,9 @@ def folders_are_folders(config: RunConfig, world_size: int) -> Iterator[Problem]
         "--pipeline-trace-dir": config.logging.pipeline_trace_dir,
     }
     for flag, path in folders.items():
-        if path is not None and path.exists() and not path.is_dir():
-            yield Problem(f"{flag} {path}", "this names a folder, but a file is there", f"{flag} {path}-folder")
+        if path is not None and (path.exists() or path.is_symlink()) and not path.is_dir():
+            there = "a file is there" if path.exists() else "a link that leads nowhere is there"
+            yield Problem(f"{flag} {path}", f"this names a folder, but {there}", f"{flag} {path}-folder")
     metrics = config.logging.metrics_file
     if metrics is not None and metrics.is_dir():
         yield Problem(

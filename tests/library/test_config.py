@@ -119,6 +119,10 @@ def test_autocast_and_sums_in_both_forms() -> None:
     assert (own.autocast, own.gradient_allreduce_op) == (file.autocast, file.gradient_allreduce_op) == ("bf16", "sum")
     assert load_engine_config({"torch_autocast": {"enabled": True}}).autocast == "bf16"
     assert load_engine_config({"torch_autocast": {"dtype": "bfloat16"}}).autocast is None
+    narrow = load_engine_config(
+        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}
+    )
+    assert (narrow.precision.precision, narrow.autocast) == ("bf16", "bf16")
     scaled = load_engine_config({"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 0})
     precision = scaled.precision
     assert (scaled.autocast, precision.precision, scaled.notices) == ("fp16", "fp32", ())
@@ -309,8 +313,8 @@ def test_it_is_frozen_and_strict() -> None:
             "no autocast",
         ),
         (
-            {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}},
-            "config: torch_autocast: bf16 with parameters in bf16",
+            {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "torch.float16"}},
+            "config: torch_autocast: fp16 with parameters in bf16",
             "a model in fp32",
             "no autocast",
         ),

@@ -104,6 +104,10 @@ def test_files_are_not_folders_and_folders_not_files(tmp_path: Path) -> None:
         f"--pipeline-trace-dir {file}",
         f"--metrics-file {tmp_path}",
     ]
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert given(save=loop, load=tmp_path / "link") == [f"--save {loop}"]
     assert given(ledger_dir=tmp_path, pipeline_trace_dir=tmp_path / "later") == []
     assert given(save=tmp_path, load=tmp_path / "later", metrics_file=file, tokenizer_model=file) == []
 

@@ -234,7 +234,7 @@ def _take_value(file: ParsedFile, location: Location, path: str, value: Any) -> 
     if value is None and info.optional:
         return
     if path.endswith(("dtype", "_data_type")) and isinstance(value, str):
-        value = _FORMATS.get(value.lower(), value)
+        value = _FORMATS.get(value.lower().removeprefix("torch."), value)
         if value == "none":
             return
     if path == "steps_per_print" and value in (None, math.inf):

@@ -198,6 +198,44 @@ def test_autocast_computes_as_torchs(name: str, stage: int) -> None:
     torch.testing.assert_close(working(engine), [p.detach() for p in model.parameters()], rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_autocast_beside_parameters_in_bf16_computes_some_operations_in_fp32(stage: int) -> None:
+    """The model's loss is in fp32, as in plain torch with weights in bf16, rounded from fp32 ones after each step."""
+    config = {
+        "zero": {"zero_stage": stage, "param_persistence_threshold": 0},
+        "precision": {"precision": "bf16"},
+        "optimizer": {"type": "SGD", "lr": LR},
+        "autocast": "bf16",
+    }
+    engine = megazero.initialize(SquareError(make_model()), config)
+    model = SquareError(make_model()).bfloat16()
+    masters = [p.detach().float() for p in model.parameters()]
+    for step in range(4):
+        loss = engine(batch(step).bfloat16())
+        assert loss.dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = model(batch(step).bfloat16())
+        assert torch.equal(loss, expected)
+        engine.backward(loss)
+        engine.step()
+        for master, parameter, gradient in zip(
+            masters, model.parameters(), torch.autograd.grad(expected, tuple(model.parameters())), strict=True
+        ):
+            parameter.data.copy_(master.sub_(LR * gradient.float()))
+
+
+class SquareError(nn.Module):
+    """A model whose forward returns a loss that torch's autocast computes in fp32."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, values: Tensor) -> Tensor:
+        output = self.layers(values)
+        return nn.functional.mse_loss(output, torch.ones_like(output))
+
+
 def test_autocast_in_fp16_starts_from_a_scaled_loss() -> None:
     engine = megazero.initialize(make_model(), {"optimizer": {"type": "SGD", "lr": LR}, "autocast": "fp16"})
     with pytest.raises(UsageError, match=r"engine\.scale\(loss\)"):
