@@ -17,7 +17,7 @@ from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.train.attention_kernel import check_attention
-from megazero.train.decisions import Decide, decide_first, decided
+from megazero.train.decisions import Decide, decide_first, decided, nothing_decides
 from megazero.train.determinism import use_deterministic_mode
 from megazero.train.start.check import topology
 from megazero.train.start.inputs import RunInputs
@@ -28,7 +28,9 @@ from megazero.verify.verdict import Report
 from megazero.zero.plan import wires
 
 
-def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, decide: Decide, *, steps: int) -> Report:
+def verify_layout(
+    config: RunConfig, launch: Launch, inputs: RunInputs, decide: Decide = nothing_decides, *, steps: int
+) -> Report:
     """Compare `steps` steps of the layout with those of one process; decide: as for a run."""
     parallel, minutes = config.parallel, derived.collective_limit_minutes(config.limits)
     device = choose_device(parallel.device, launch)
