@@ -4,8 +4,7 @@ import pytest
 
 from megazero.planner.page.stages import LaneWait, drawn_stages, lanes_of, shares_of
 from megazero.planner.seconds import StepTime
-from megazero.planner.timeline import DeviceWork, Enter, HostWork, Send, simulate
-from megazero.planner.timeline import LaneWait as Wait
+from megazero.planner.timeline import DeviceWork, Enter, HostWork, Send, Wait, simulate
 
 # 2 s of products, a message of 3 s, 1 s beside it, the wait for it, 1 s behind it.
 STEPS = [
