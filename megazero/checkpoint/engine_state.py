@@ -8,11 +8,13 @@ of parameters that steps have left alone, by name, null for one without state.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.restore import check_fits, restore
+from megazero.checkpoint.wires import restore_wires, wire_fragments
 from megazero.comm.interface import Communicator
 from megazero.config.optimizers import in_numbers
 from megazero.errors import CheckpointError, Problem
@@ -26,7 +28,9 @@ OPTIMIZER, _NUMBERS, _BY_PARAMETER = "optimizer", "optimizer_numbers", "paramete
 
 def saved_fragments(engine: Engine, *, with_optimizer: bool = True) -> Iterator[StateFragment]:
     """Yield the state that this rank saves."""
-    return (piece for piece in engine.owned_state() if with_optimizer or piece.kind == "weight")
+    if not with_optimizer:
+        return (piece for piece in engine.owned_state() if piece.kind == "weight")
+    return chain(engine.owned_state(), wire_fragments(engine))
 
 
 def numbers_of_all(engine: Engine, *, control: Communicator) -> OptimizerNumbers:
@@ -90,8 +94,8 @@ def restore_engine(
     with_optimizer: bool,
     others: Iterable[StateFragment] = (),
     without: Collection[str] = (),
-) -> None:
-    """Fill the engine's state from a checkpoint of any layout.
+) -> tuple[str, ...]:
+    """Fill the engine's state from a checkpoint of any layout; return a line for each part that begins anew.
 
     others: further fragments of the checkpoint to fill.  without: names of parameters that stay as they are, which the
     checkpoint has not.
@@ -113,6 +117,8 @@ def restore_engine(
                 piece.tensor.zero_()
     restore(checkpoint, [*wanted, *beside], control=control)
     engine.state_loaded(weights_only=not with_optimizer)
+    notice = restore_wires(checkpoint, engine, control=control) if with_optimizer else ""
+    return (notice,) if notice else ()
 
 
 def _saved_numbers(checkpoint: Checkpoint, engine: Engine) -> OptimizerNumbers:

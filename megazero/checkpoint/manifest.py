@@ -69,6 +69,7 @@ DTYPES: Mapping[DtypeName, torch.dtype] = MappingProxyType(
 )
 
 TensorKey = tuple[str, StateKind]
+WIRES: StateKind = "wires"  # the kind of tensors that are of a rank and of no parameter (wires.py)
 
 _MAX_PROBLEMS = 20
 _PLAIN_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")

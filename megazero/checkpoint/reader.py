@@ -38,6 +38,7 @@ from megazero.checkpoint.index import IndexSegment, content_problems, parse_dire
 from megazero.checkpoint.manifest import (
     DTYPES,
     MAX_INDEX_BYTES,
+    WIRES,
     BoxEntry,
     BoxTable,
     FileEntry,
@@ -176,7 +177,8 @@ class Checkpoint:
         """Every parameter by logical name."""
         kinds: dict[str, dict[StateKind, torch.dtype]] = defaultdict(dict)
         for entry in self.manifest.tensors:
-            kinds[entry.parameter][entry.kind] = DTYPES[entry.dtype]
+            if entry.kind != WIRES:
+                kinds[entry.parameter][entry.kind] = DTYPES[entry.dtype]
         shapes = full_shapes(self.manifest.tensors)
         return {name: SavedParameter(shapes[name], found) for name, found in kinds.items()}
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import Meter
+from megazero.comm.wires.wire_state import NOTHING_REMEMBERED, WireState
 from megazero.parallel.topology import REPLICAS, SECONDARY, SHARDS, WORLD, Topology
 
 GATHERING = "dp_gather"  # the key of the second communicator of the data-parallel axis
@@ -47,6 +48,7 @@ def channel_key(key: str, link: int, num_stages: int) -> str:
 class Mesh:
     """The view that one rank has of the job: its topology, rank, device, communicators and meter.
 
+    wire_state: what the wires of its shard group remember from step to step.
     notice: a line about what has been measured to make it, for rank 0 to print; "" if nothing has.
     """
 
@@ -55,6 +57,7 @@ class Mesh:
     device: torch.device
     communicators: Mapping[str, Communicator]
     meter: Meter
+    wire_state: WireState = NOTHING_REMEMBERED
     notice: str = ""
 
     def axis(self, name: str) -> Communicator:

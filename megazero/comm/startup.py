@@ -273,7 +273,8 @@ def _with_shards(
         wires, notice = choose_hops(wires, plain, mesh, nodes or Nodes((topology.world_size,)))
         mesh.meter.reset()
     stacked = stack(wires, plain, scratch, mesh.device, mesh.rank)
-    return replace(mesh, communicators={**mesh.communicators, **stacked}, notice=notice)
+    communicators = {**mesh.communicators, **stacked.communicators}
+    return replace(mesh, communicators=communicators, wire_state=stacked.state, notice=notice)
 
 
 def plain_parts(topology: Topology, made: Mapping[str, Communicator]) -> dict[str, Communicator]:

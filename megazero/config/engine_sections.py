@@ -99,6 +99,11 @@ class ZeroConfig:
     zero_error_feedback_reset: int = setting(
         1024, help="reductions of a bucket after which its errors are forgotten", unit="reductions", ge=1
     )
+    zero_error_feedback_saved: bool = setting(
+        True,
+        help="save the errors, a byte for each parameter on every data-parallel process, so that a run resumes bitwise"
+        " at the same layout; false: they begin at zero after a restart",
+    )
     overlap_comm: bool = setting(True, help="let reductions and gathers run while the model computes")
     contiguous_gradients: bool = setting(
         True,

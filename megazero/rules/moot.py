@@ -254,7 +254,7 @@ SHARED: tuple[Row[SharedSections], ...] = (
         {"zero_quantized_gradients": True},
     ),
     Row(
-        ("zero_error_feedback_beta", "zero_error_feedback_reset"),
+        ("zero_error_feedback_beta", "zero_error_feedback_reset", "zero_error_feedback_saved"),
         lambda s: "" if s.zero.zero_error_feedback else "no errors are fed back",
         {"zero_error_feedback": True},
     ),

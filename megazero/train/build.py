@@ -613,28 +613,33 @@ class _Resumed:
     place: Mapping[str, Any] | None = None
 
 
-def _restore_newest(config: RunConfig, components: RunComponents) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """Restore the engine from the newest sound checkpoint of --load.
+def _restore_newest(
+    config: RunConfig, components: RunComponents, console: Console
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """Restore the engine from the newest sound checkpoint of --load, and print what of its state begins anew.
 
     Returns that one, None if there is none at all, and the lines on newer ones that are damaged.
     """
     load, save, mesh = config.checkpoint.load, config.checkpoint.save, components.mesh
     if load is None:
         return None, ()
-    weights_only = _takes_weights_only(config)
+    notices: list[str] = []
+
+    def restore(found: Checkpoint) -> None:
+        without, with_optimizer = _begun_adapters(found, config), not _takes_weights_only(config)
+        notices[:] = restore_engine(
+            found, components.engine, mesh.control, with_optimizer=with_optimizer, without=without
+        )
+
     taken = restore_first_sound(
         load,
         check=lambda found: check_progress(found, config.checkpoint),
-        restore=lambda found: restore_engine(
-            found,
-            components.engine,
-            mesh.control,
-            with_optimizer=not weights_only,
-            without=_begun_adapters(found, config),
-        ),
+        restore=restore,
         fits=lambda found: _check_fits(found, config, vocab_size=components.model.vocab_size),
         control=mesh.control,
     )
+    for line in notices:
+        console.line(line)
     if taken is None or taken.is_newest:
         return taken and taken.checkpoint, ()
     if config.checkpoint.strict_load:
@@ -647,7 +652,7 @@ def _resume(
     config: RunConfig, components: RunComponents, schedule: LearningRate, scaler: LossScaler, console: Console
 ) -> _Resumed:
     """Restore the engine and the counters from a checkpoint, or start the counters where there is none."""
-    checkpoint, fallback = _restore_newest(config, components)
+    checkpoint, fallback = _restore_newest(config, components, console)
     for line in fallback:
         console.line(line)
     weights_only = _takes_weights_only(config)

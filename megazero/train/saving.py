@@ -11,11 +11,13 @@ from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.engine_state import numbers_entry, numbers_of_all, saved_fragments
 from megazero.checkpoint.fallback import Taken, first_complete, refusal
 from megazero.checkpoint.folder_lock import FolderLock
+from megazero.checkpoint.manifest import WIRES
 from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.retention import ALL_STAY, Retention
 from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, new_run, write_run
 from megazero.checkpoint.space import check_space, saved_bytes
 from megazero.checkpoint.state import TrainState
+from megazero.checkpoint.wires import largest_wire_bytes
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.mesh import Mesh
 from megazero.command_line.parse import from_yaml
@@ -62,7 +64,9 @@ class Saver:
         kinds: the optimizer's kinds of state.  Raises CheckpointError if the run cannot save.
         """
         fragments = saved_fragments(self.engine, with_optimizer=self.with_optimizer)
-        own_bytes = saved_bytes(fragments, kinds if self.with_optimizer else ())
+        of_parameters = (fragment for fragment in fragments if fragment.kind != WIRES)
+        own_bytes = saved_bytes(of_parameters, kinds if self.with_optimizer else ())
+        own_bytes += largest_wire_bytes(self.engine) if self.with_optimizer else 0
         return check_space(
             self.root,
             own_bytes,

@@ -416,6 +416,7 @@ ELSEWHERE = {
     "zero_error_feedback",
     "zero_error_feedback_beta",
     "zero_error_feedback_reset",
+    "zero_error_feedback_saved",
 }
 STEPS = 3
 

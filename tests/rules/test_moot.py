@@ -108,7 +108,11 @@ SHARED_CASES = (
             {"zero_quantized_gradients": True},
             {"zero_quantized_gradients": True, "zero_error_feedback": True},
         )
-        for name, value in (("zero_error_feedback_beta", 0.5), ("zero_error_feedback_reset", 9))
+        for name, value in (
+            ("zero_error_feedback_beta", 0.5),
+            ("zero_error_feedback_reset", 9),
+            ("zero_error_feedback_saved", False),
+        )
     ),
     Case("delayed_parameter_update", True, ERROR, {}, {"offload_optimizer": "cpu"}),
     Case(

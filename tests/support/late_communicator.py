@@ -240,7 +240,7 @@ def late_mesh(mesh: Mesh, seed: int | None = None, wires: Wires = PLAIN) -> Mesh
     communicators = {key: late.get(id(one), one) for key, one in plain.items()}
     scratch = FusedBuffers(_SCRATCH_BYTES, mesh.device)
     stacked = stack(wires, plain_parts(mesh.topology, communicators), scratch, mesh.device, mesh.rank)
-    return replace(mesh, communicators=communicators | stacked)
+    return replace(mesh, communicators=communicators | stacked.communicators, wire_state=stacked.state)
 
 
 def _plain(communicator: Communicator) -> Communicator:

@@ -12,12 +12,11 @@ bounded, where without feedback the difference grows with each call.  After `res
 its error is zero again, because the weights have moved on since.  It is zero too where h was not finite: a step that
 overflowed is not part of a later one.
 
-Errors are kept encoded, in about a byte a number, and are rounded by that once more.  They are no part of a checkpoint:
-a run that goes on from one begins without.
+Errors are kept encoded, in about a byte a number, and are rounded by that once more.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,8 +45,8 @@ class ErrorFeedback:
         self._beta = beta
         self._reset_interval = reset_interval
         self._allocate = allocate
-        self._codec = codec or BlockCodec(8, 256)
-        self._errors: dict[Place, Tensor] = {}
+        self.codec = codec or BlockCodec(8, 256)
+        self._errors: dict[Place, Tensor] = {}  # flat
         self._num_calls: dict[Place, int] = {}
 
     @property
@@ -60,23 +59,40 @@ class ErrorFeedback:
     ) -> None:
         """Encode rows and their error as `codec.encode` does, and keep what that has rounded off."""
         n, dtype = source.shape[-1], compute_dtype(source.dtype)
-        errors = self._take(place, (*source.shape[:-1], self._codec.encoded_bytes(n)))
-        for piece, kept in zip(codec.pieces(encoded, n), self._codec.pieces(errors, n), strict=True):
-            error = self._codec.decode_piece(kept, dtype)
+        errors = self._take(place, (*source.shape[:-1], self.codec.encoded_bytes(n)))
+        for piece, kept in zip(codec.pieces(encoded, n), self.codec.pieces(errors, n), strict=True):
+            error = self.codec.decode_piece(kept, dtype)
             compensated = source[..., piece.place] + error
             codec.encode_piece(compensated, piece, generator)
             lost = compensated.sub_(codec.decode_piece(piece, dtype))
             error.mul_(self._beta).add_(lost, alpha=1 - self._beta)
-            self._codec.encode_piece(error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), kept, generator)
+            self.codec.encode_piece(error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), kept, generator)
+
+    def calls(self) -> Tensor:
+        """Return what has errors, int64 [places, 4]: the key, the hop, the calls since the last reset, the bytes."""
+        rows = [[*place, self._num_calls[place], kept.numel()] for place, kept in sorted(self._errors.items())]
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+
+    def errors(self) -> Iterator[Tensor]:
+        """Yield the encoded errors of each row of `calls`, flat; writing to them writes the state."""
+        return (kept for _, kept in sorted(self._errors.items()))
+
+    def restore(self, calls: Sequence[Sequence[int]]) -> None:
+        """Forget all errors, and make those that `calls` describes, whose bytes the caller fills."""
+        self._errors.clear()
+        self._num_calls.clear()
+        for key, hop, num_calls, nbytes in calls:
+            self._errors[key, hop] = self._allocate(nbytes).zero_()
+            self._num_calls[key, hop] = num_calls
 
     def _take(self, place: Place, shape: tuple[int, ...]) -> Tensor:
         """Return the encoded errors, zero at the first call and at each reset: bytes of zero decode to it."""
         if place not in self._errors:
-            self._errors[place] = self._allocate(math.prod(shape)).zero_().view(shape)
+            self._errors[place] = self._allocate(math.prod(shape)).zero_()
         errors, before = self._errors[place], self._num_calls.get(place, 0)
         if before == self._reset_interval:
             errors.zero_()
             before = 0
         self._num_calls[place] = before + 1
-        assert errors.shape == shape, f"key {place[0]} is another tensor's"
-        return errors
+        assert errors.numel() == math.prod(shape), f"key {place[0]} is another tensor's"
+        return errors.view(shape)

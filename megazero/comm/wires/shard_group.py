@@ -7,6 +7,7 @@ quantized    blocks of integers with a scale each, for gathers of weights or sum
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ from megazero.comm.wires.codec import BlockCodec
 from megazero.comm.wires.error_feedback import ErrorFeedback
 from megazero.comm.wires.quantized import QuantizedGather, QuantizedReduceScatter
 from megazero.comm.wires.two_hops import TwoHopCommunicator
+from megazero.comm.wires.wire_state import WireState
 from megazero.memory.lease import Scratch
 from megazero.parallel.topology import ACROSS, INSIDE, SHARDS
 
@@ -43,35 +45,46 @@ class Wires:
 PLAIN = Wires()
 
 
-def stack(
-    wires: Wires, plain: Mapping[str, Communicator], scratch: Scratch, device: torch.device, rank: int
-) -> dict[str, Communicator]:
-    """Return the communicators of a shard group, by key, that are not plain.
+class Stack(NamedTuple):
+    """The communicators of a shard group, by key, that are not plain, and what they remember."""
+
+    communicators: dict[str, Communicator]
+    state: WireState
+
+
+def stack(wires: Wires, plain: Mapping[str, Communicator], scratch: Scratch, device: torch.device, rank: int) -> Stack:
+    """Make the communicators of a shard group that are not plain.
 
     plain: the metered ones by key, of one rank where there is no such group.  rank: this one's number in the job, by
     which ranks round stochastically each in its own way.
     """
     assert not wires.hops_if_faster, "hops are chosen before communicators are stacked"
     made: dict[str, Communicator] = {}
+    generators: dict[str, torch.Generator] = {}
+    feedback: ErrorFeedback | None = None
     gathering, sums = plain[SHARD_GATHERING], plain[SHARDS]
+    inside, across = plain[INSIDE], plain[ACROSS]
     if wires.gathers_in_hops:
-        inside, across = plain[INSIDE_GATHERING], plain[ACROSS_GATHERING]
-        gathering = made[SHARD_GATHERING] = TwoHopCommunicator(inside, across, gathering, scratch)
+        first, second = plain[INSIDE_GATHERING], plain[ACROSS_GATHERING]
+        gathering = made[SHARD_GATHERING] = TwoHopCommunicator(first, second, gathering, scratch)
     if wires.weights is not None:
         generator = _generator(device, 2 * rank)
+        generators |= {WEIGHTS: generator} if wires.weights.stochastic else {}
         made[WEIGHTS] = QuantizedGather(gathering, wires.weights, scratch, generator=generator)
     if wires.gradients is not None:
-        feedback = None
         if wires.error_beta is not None:
             feedback = ErrorFeedback(wires.error_beta, wires.error_reset_steps, scratch.keep)
         codec, generator = wires.gradients, _generator(device, 2 * rank + 1)
-        inside, across = plain[INSIDE], plain[ACROSS]
+        generators |= {SHARDS: generator} if codec.stochastic else {}
         made[SHARDS] = QuantizedReduceScatter(
             inside, across, sums, codec, codec, scratch, feedback=feedback, generator=generator
         )
     elif wires.sums_in_hops:
-        made[SHARDS] = TwoHopCommunicator(plain[INSIDE], plain[ACROSS], sums, scratch)
-    return made
+        made[SHARDS] = TwoHopCommunicator(inside, across, sums, scratch)
+    layout = f"{device.type}, {across.size} x {inside.size} ranks, {wires.weights}, {wires.gradients}"
+    # An exchange inside the node encodes a slice for every rank, one across nodes the sums for those across.
+    rows = [across.size * inside.size] * (inside.size > 1) + [across.size] * (across.size > 1)
+    return Stack(made, WireState(layout, feedback, rows, generators))
 
 
 def _generator(device: torch.device, seed: int) -> torch.Generator:

@@ -86,7 +86,8 @@ class Loading(NamedTuple):
 class Loaded(NamedTuple):
     """The values that a checkpoint has brought beside state that is in the engine already.
 
-    state: None if the counters were not loaded.  changed: a line for each option that differs from the engine's.
+    state: None if the counters were not loaded.  changed: a line for each option that differs from the engine's, and
+    for each part of the state that begins anew.
     """
 
     taken: Taken
@@ -96,7 +97,7 @@ class Loaded(NamedTuple):
     changed: tuple[str, ...]
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line for each checkpoint that was passed over, and for each option that was replaced."""
+        """Yield a line for each checkpoint passed over, each option that was replaced, and each part begun anew."""
         if not self.taken.is_newest:
             yield from report(self.taken)
         yield from self.changed
@@ -191,10 +192,12 @@ class Checkpoints:
         path = Path(all_or_none(control, lambda: str(choose_folder(root, tag)), doing=f"reading {root}")[0])
         values = [(buffer, _fragment(name, torch.empty_like(buffer))) for name, buffer in _buffers(self.module)]
 
+        anew: list[str] = []
+
         def take(found: Checkpoint) -> None:
             self._check_fits(found, parts)
             others = (fragment for _, fragment in values)
-            restore_engine(found, self.engine, control, with_optimizer=parts.optimizer, others=others)
+            anew[:] = restore_engine(found, self.engine, control, with_optimizer=parts.optimizer, others=others)
 
         try:
             taken = restore_first_sound(path, _check_counters, take, lambda _: None, control=control)
@@ -210,7 +213,8 @@ class Checkpoints:
             for buffer, fragment in values:
                 filled = fragment.tensor.view(fragment.spec.full_shape)
                 buffer.copy_(torch.view_as_complex(filled) if buffer.is_complex() else filled)
-        return self._resume(taken, parts)
+        loaded = self._resume(taken, parts)
+        return loaded._replace(changed=(*loaded.changed, *anew))
 
     def _check_fits(self, found: Checkpoint, parts: Loading) -> None:
         """Raise CheckpointError if the optimizer, its param groups or the schedule are not those of the checkpoint."""

@@ -77,6 +77,23 @@ def test_keys_are_apart() -> None:
         encode_with(feedback, numbers(rows=3), key=1)
 
 
+def test_state_goes_on_in_another_feedback() -> None:
+    """Errors and calls of keys are taken over; at a reset in between both forget."""
+    first, second = ErrorFeedback(0.5, 3, SCRATCH.keep), ErrorFeedback(0.5, 3, SCRATCH.keep)
+    for call in range(5):
+        encode_with(first, numbers(call), key=call % 2)
+    encode_with(second, numbers(rows=3), key=1)  # which restoring forgets
+    calls = first.calls()
+    assert calls[:, :3].tolist() == [[0, 0, 3], [1, 0, 2]], "key, hop, calls"
+    second.restore(calls.tolist())
+    assert not any(bool(errors.any()) for errors in second.errors())
+    for kept, errors in zip(first.errors(), second.errors(), strict=True):
+        errors.copy_(kept)
+    for call in range(5, 9):
+        for key in range(2):
+            assert torch.equal(encode_with(first, numbers(call), key), encode_with(second, numbers(call), key))
+
+
 def test_memory() -> None:
     feedback = ErrorFeedback(0.5, NEVER, SCRATCH.keep)
     assert feedback.nbytes == 0

@@ -155,6 +155,7 @@ def test_every_setting_of_zero_has_its_key() -> None:
         "zero_error_feedback",
         "zero_error_feedback_beta",
         "zero_error_feedback_reset",
+        "zero_error_feedback_saved",
         "offload_gradients_nvme",
     }
     assert all(path in HONOURED for path in ZERO_KEYS.values())
