@@ -29,6 +29,27 @@ class Fault(NamedTuple):
 
 PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
+        "comm/wires/error_feedback.py",
+        "errors that are taken over are forgotten at another time",
+        "            self._num_calls[key, hop] = num_calls\n",
+        "            self._num_calls[key, hop] = 0\n",
+        ("tests/comm/wires/test_error_feedback.py",),
+    ),
+    Fault(
+        "checkpoint/wires.py",
+        "a rank of another layout finds its errors",
+        "layout = [engine.mesh.topology.describe(), engine.mesh.wire_state.layout, buckets]",
+        "layout = [engine.mesh.topology.describe(), buckets]",
+        ("tests/checkpoint/test_wires.py",),
+    ),
+    Fault(
+        "planner/dry_homes.py",
+        "a backward does not wait for the late update of what it overwrites",
+        "        if self._event is not None:\n            self._homes.wait_for(self._event)\n",
+        "        if self._event is not None:\n",
+        ("tests/planner/test_dry_run.py",),
+    ),
+    Fault(
         "planner/costs.py",
         "a ring over several nodes has one link between them, however many of its devices are on a node",
         "rates.append(group.per_node * hardware",

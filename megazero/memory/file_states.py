@@ -170,12 +170,7 @@ class FileStates:
         writes_behind: False: `store` returns when the block has been written.
         record: called with the way and the bytes of every block.
         """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            rule = f"files of states are in a folder, which cannot be made: {error.strerror}"
-            legal = "a folder that exists, or may be made, on a local disk"
-            raise FileError(Problem(str(folder), rule, legal)) from error
+        make_folder(folder)
         self._folder = folder
         self._num_buffers = num_buffers
         self._memory = memory
@@ -350,6 +345,16 @@ class FileStates:
         except FileError as error:
             self._failure = error
             raise
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for files of states unless it exists; raise FileError if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"files of states are in a folder, which cannot be made: {error.strerror}"
+        legal = "a folder that exists, or may be made, on a local disk"
+        raise FileError(Problem(str(folder), rule, legal)) from error
 
 
 def file_bandwidth(folder: Path, nbytes: int, io: BlockIO) -> float | None:

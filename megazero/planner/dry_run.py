@@ -31,6 +31,7 @@ from megazero.model import initial_values
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.planner.allocator import ROUNDING, AllocatorModel, CachingAllocator, ExactAllocator
+from megazero.planner.dry_homes import DryHomes
 from megazero.planner.hollow import Hollow
 from megazero.planner.kernels import kernels
 from megazero.planner.recorder import Recorder, RecordingTrace, SourceLine
@@ -42,7 +43,7 @@ from megazero.train.evaluate import sums_of
 from megazero.train.start.check import topology
 from megazero.train.step import StepControls, training_step
 from megazero.zero.engine import Engine
-from megazero.zero.plan import wires
+from megazero.zero.plan import Home, wires
 
 CPU = torch.device("cpu")
 
@@ -141,12 +142,13 @@ class PartRecord:
 
 
 class RankRecord(NamedTuple):
-    """A dry rank: its events, what its parts have taken, and sizes of its model."""
+    """A dry rank: its events, what its parts have taken, sizes of its model, and the bytes of its states in files."""
 
     trace: RankTrace
     parts: Mapping[Part, PartRecord]
     numel: int
     padded_numel: int
+    file_bytes: int
 
 
 @contextmanager
@@ -173,8 +175,9 @@ class DryRank:
             watch=self.allocator.changed,
         )
         self.recorder = Recorder(self.ledger, job.topology, rank, job.nodes, is_gpu=job.is_gpu)
+        self.homes = DryHomes(self.recorder)
         attention = kernels(is_gpu=job.is_gpu, attention=job.attention_backend)
-        for context in (dry_tensors(self.ledger), self.ledger, self.recorder, attention):
+        for context in (dry_tensors(self.ledger), self.ledger, self.recorder, attention, self.homes.installed()):
             stack.enter_context(context)
         self.records: dict[Part, PartRecord] = {}
 
@@ -196,8 +199,12 @@ class DryRank:
 
     def take(self, name: Part, run: Callable[[], object]) -> None:
         """Run a part of the trace and record what it takes."""
+        if name == "steady step" and self.homes.has_late:  # the first step's late update is not that of a steady one
+            self.homes.run_late()
+            run()
         self.allocator.reset_peaks()
         with self.recorder.part(name):
+            self.homes.run_late()
             run()
         memory = self.ledger.take()
         at = memory.peak_operation
@@ -218,7 +225,8 @@ class DryRank:
         coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", "pp", "dp")}
         trace = RankTrace(self.rank, coordinates, self.recorder.channels, self.recorder.parts)
         padded = sum(section.numel for section in layout.sections)
-        return RankRecord(trace, self.records, layout.used_numel(trainable=True), padded)
+        file_bytes = engine.model_state_bytes(Home.FILE).total
+        return RankRecord(trace, self.records, layout.used_numel(trainable=True), padded, file_bytes)
 
 
 def run_rank(job: DryJob, rank: int, parts: Sequence[Part]) -> RankRecord:

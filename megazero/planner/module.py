@@ -35,7 +35,6 @@ from megazero.planner.plan import JobPlan
 from megazero.planner.seconds import step_time
 from megazero.planner.show import lines
 from megazero.planner.trace import Compute
-from megazero.planner.words import states_in_files
 from megazero.rules.states import shard_groups_are_equal
 from megazero.verify.module import LossOf, MakeModel, checked_loss
 from megazero.zero.parameters.guard import handle_of
@@ -186,8 +185,7 @@ def module_job(
     def spell(name: str) -> str:
         return f"zero.{name}"
 
-    problems = [*states_in_files(settings.zero, spell)]
-    problems += shard_groups_are_equal(settings.zero, sum(nodes.ranks_per_node), spell)
+    problems = [*shard_groups_are_equal(settings.zero, sum(nodes.ranks_per_node), spell)]
     is_partitioned = resolve(settings.zero, settings.precision).parameter.placement is Placement.PARTITIONED
     if made_in_parts and not is_partitioned:
         rule = "parameters are partitioned while a module is made if they stay so"

@@ -83,6 +83,11 @@ class JobPlan:
         own = (sum(part.host.values()) for rank in self.ranks for part in rank.parts.values())
         return max(own) * max(self.job.nodes.ranks_per_node)
 
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of a node's states in files, as many for each rank as the fullest has."""
+        return max(rank.file_bytes for rank in self.ranks) * max(self.job.nodes.ranks_per_node)
+
     def need(self, rank: RankRecord, part: Part) -> Need:
         """Return the device memory that a part of a rank needs."""
         record = rank.parts[part]
@@ -101,6 +106,7 @@ class JobPlan:
             "missing_bytes": max(self.missing_bytes, 0),
             "host_bytes_of_a_node": self.host_bytes,
             "missing_host_bytes": max(self.missing_host_bytes, 0),
+            "file_bytes_of_a_node": self.file_bytes,
             "binding": {"rank": binding.trace.rank, "part": part},
             "ranks": [_rank_to_json(self, rank) for rank in self.ranks],
         }

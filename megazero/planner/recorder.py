@@ -32,6 +32,7 @@ from megazero.planner.trace import (
     Copy,
     Event,
     FileAccess,
+    Home,
     Message,
     Part,
     Phase,
@@ -72,6 +73,9 @@ class Recorder(TorchDispatchMode):
         self._lines: list[tuple[CodeType, int] | None] = []
         self._action: Kind | None = None
         self._arriving: dict[int, int] = {}  # storages that a copy is on its way to, and the copy's number
+        self._last_kernel = -1  # the number of the part's last kernel
+        self.is_beside = False
+        """True while what is recorded runs on a thread beside the step."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -93,9 +97,17 @@ class Recorder(TorchDispatchMode):
         """Record what happens inside as a part of the trace; the ledger's figures begin anew with it."""
         self._ledger.reset()
         self._events, self._lines, self._arriving, self._action = [], [], {}, None
+        self._last_kernel = -1
         self.meter.reset()
         yield
         self.parts[name] = tuple(self._events)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Record what happens inside as that of a thread beside the step, whose own waits are left out."""
+        self.is_beside = True
+        yield
+        self.is_beside = False
 
     @contextmanager
     def modules_of(self, model: nn.Module) -> Iterator[None]:
@@ -127,15 +139,33 @@ class Recorder(TorchDispatchMode):
         self, channel: str, collective: Collective | str, peer: int | None, payload: int, sent: tuple[int, int]
     ) -> Callable[[], None]:
         """Record a message that begins, and return the function to call where it is waited for."""
+        wait = self.awaiting_next("host" if channel == CONTROL else self._waits_on)
+        self._events.append(Message(channel, collective, peer, payload, *sent, self._where()))
+        return wait
+
+    @property
+    def num_events(self) -> int:
+        """The events of the part so far."""
+        return len(self._events)
+
+    def wait(self, number: int, waiter: Waiter) -> None:
+        """Record that the event of this number of the part is needed."""
+        self._events.append(TraceWait(number, waiter))
+
+    def awaiting_next(self, waiter: Waiter) -> Callable[[], None]:
+        """Return the function to call where the event that is recorded next is waited for."""
         events, number = self._events, len(self._events)
-        events.append(Message(channel, collective, peer, payload, *sent, self._where()))
-        waiter: Waiter = "host" if channel == CONTROL else self._waits_on
 
         def wait() -> None:
-            if events is self._events:
+            if events is self._events and not self.is_beside:
                 events.append(TraceWait(number, waiter))
 
         return wait
+
+    def computing_after_next(self) -> Callable[[], bool]:
+        """Return a function that is True once a kernel, or another part, follows the event that is recorded next."""
+        events, number = self._events, len(self._events)
+        return lambda: events is not self._events or self._last_kernel > number
 
     def file_access(self, way: FileTransfer, nbytes: int) -> None:
         """Record bytes that a file is given or asked for."""
@@ -151,21 +181,28 @@ class Recorder(TorchDispatchMode):
         return self.channels.setdefault(key, Channel(axis, ranks, tuple(self._nodes.of_all(ranks))))
 
     def _compute(self, operation: Any, inputs: Sequence[Tensor]) -> None:
+        if self.is_beside:
+            self._add_kernel(operation, "beside")
+            return
         on_host = [self._ledger.is_elsewhere(tensor) for tensor in inputs]
         if operation.name == "copy_" and len(on_host) == 2 and on_host[0] != on_host[1]:
             target, source = inputs
             if target.dtype != source.dtype:  # the host converts first, and what travels is in the target's format
-                self._events.append(Compute(operation, self._where(), "host"))
+                self._add_kernel(operation, "host")
             self._arriving[target.untyped_storage()._cdata] = len(self._events)
             self._events.append(Copy("store" if on_host[0] else "load", target.nbytes, self._where()))
             return
-        home = "host" if any(on_host) else "device"
+        home: Home = "host" if any(on_host) else "device"
         if self._arriving:
             for tensor in inputs:
                 number = self._arriving.pop(tensor.untyped_storage()._cdata, None)
                 if number is not None:
                     self._events.append(TraceWait(number, "host" if home == "host" else self._waits_on))
-        self._events.append(Compute(operation, self._where(), "host" if home == "host" else "device"))
+        self._add_kernel(operation, home)
+
+    def _add_kernel(self, operation: Any, home: Home) -> None:
+        self._last_kernel = len(self._events)
+        self._events.append(Compute(operation, self._where(), home))
 
     def _where(self) -> Where:
         place = self._phase(), self.unit()

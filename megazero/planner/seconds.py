@@ -118,7 +118,7 @@ class _Costs:
         is_fused = (
             self._fuses and not event.operation.flops and event.where.phase in ("forward", "backward", "recompute")
         )
-        on_host = event.home == "host"
+        on_host = event.home != "device"
         key = id(event.operation), is_fused, on_host
         if key not in self._kernels:
             self._retained.append(event.operation)
@@ -304,7 +304,7 @@ class _Maker:
         yield from (Wait(number) for number in self._sent if number not in self._awaited)
 
     def _other(self, number: int, event: Event) -> Step:
-        if isinstance(event, Compute):
+        if isinstance(event, Compute) and event.home == "host":
             return HostWork(sum(self._costs.kernel(event)), "update on the host")
         if isinstance(event, TraceWait):
             self._awaited.add(event.number)
@@ -312,6 +312,9 @@ class _Maker:
         if isinstance(event, Begin):
             return Enter(f"{event.kind}{event.micro_batch if event.micro_batch >= 0 else ''}")
         self._sent.append(number)
+        if isinstance(event, Compute):
+            seconds = sum(self._costs.kernel(event))
+            return Send(number, "late update", seconds, "late update on the host", needs_device=False)
         if isinstance(event, Message):
             return self._message(number, event)
         kind = "host link" if isinstance(event, Copy) else "files"

@@ -104,6 +104,8 @@ def _host(plan: JobPlan) -> Iterator[str]:
         has = plan.hardware.host_memory_bytes
         of = f"{format_bytes(plan.host_bytes)} of {format_bytes(has)}" if has else format_bytes(plan.host_bytes)
         yield _row("  of a node's ranks", [of])
+    if plan.file_bytes:
+        yield _row("files of a node's ranks", [format_bytes(plan.file_bytes)])
 
 
 def _traffic(plan: JobPlan) -> Iterator[str]:

@@ -13,7 +13,7 @@ Events record what happens, never how long it takes; a time model adds that.  Wh
 
     Compute      a kernel.  Those of one home run one after the other: on "device" in the order of the trace, on the
                  current stream; on "host", where offloaded state is updated, the host itself computes before it goes
-                 on to the next event.
+                 on to the next event; "beside", in the thread of late updates, as soon as the part begins.
     Message      a collective, or one end of a point-to-point message.  It begins when the device's kernels before it
                  have run, and the host goes on at once.  Messages of one *channel* run one after the other, in the
                  order of the trace; those of different channels run beside each other.  A "receive" may stand long
@@ -36,7 +36,7 @@ from typing import Literal
 Part = Literal["start-up", "first step", "steady step", "evaluation", "save"]
 # "recompute" is a forward pass inside backward; "" is what belongs to no phase of a step.
 Phase = Literal["", "forward", "recompute", "backward", "reduce", "update"]
-Home = Literal["device", "host"]
+Home = Literal["device", "host", "beside"]
 Waiter = Literal["device", "host"]
 
 PARTS: tuple[Part, ...] = ("start-up", "first step", "steady step", "evaluation", "save")
@@ -85,7 +85,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A kernel call; home: which processor computes it."""
+    """A kernel call; home: which processor computes it, or "beside" for the host's beside the step."""
 
     operation: Operation
     where: Where

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from megazero.command_line.parse import resolve
 from megazero.command_line.sources import with_sources
-from megazero.config.engine_sections import ZeroConfig
 from megazero.config.run import RunConfig
 from megazero.errors import ConfigError, Problem, TopologyError, raise_problems
 from megazero.parallel.nodes import Nodes, problems_of_placement
@@ -15,7 +14,6 @@ from megazero.planner.hardware import Hardware
 from megazero.planner.machines import hardware_of
 from megazero.planner.page.controls import DEFAULT
 from megazero.rules import run as rules
-from megazero.rules.states import Spell
 from megazero.train.start.check import topology
 from megazero.train.start.inputs import open_inputs
 
@@ -151,7 +149,6 @@ def read_run(words: Sequence[str], nodes: Nodes) -> Wanted:
     raise_problems(
         TopologyError, problems_of_placement(layout, nodes, config.parallel.allow_tensor_parallel_across_nodes)
     )
-    raise_problems(ConfigError, states_in_files(config.zero, lambda name: f"--{name.replace('_', '-')}"))
     return Wanted(config, vocabulary(config), nodes, resolved.notices)
 
 
@@ -168,15 +165,6 @@ def vocabulary(config: RunConfig) -> int:
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     return open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False).vocab_size
-
-
-def states_in_files(zero: ZeroConfig, spell: Spell) -> list[Problem]:
-    """Return problems for what a dry run cannot do."""
-    return [
-        Problem(f"{spell(name)} nvme", "a plan runs no states in files yet", f"{spell(name)} cpu")
-        for name in ("offload_optimizer", "offload_param")
-        if getattr(zero, name) == "nvme"
-    ]
 
 
 def machine(values: dict[str, str]) -> Hardware:

@@ -170,6 +170,11 @@ class ShardUpdate:
             for tensor in self._measuring.own_memory:
                 shards.ledger.tag(tensor, "moments")
 
+    @property
+    def has_late_steps(self) -> bool:
+        """True if there are steps whose updates of what does not live on the device are late."""
+        return self._num_at_once is not None
+
     def largest_buffer_bytes(self, *, on_device: bool) -> int:
         """The bytes that fit the gradients of one update, and one fragment's in the dtype of its norm's sum.
 

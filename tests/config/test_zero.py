@@ -29,7 +29,7 @@ def test_defaults_are_megazeros_own() -> None:
         "zero_error_feedback",
     }
     switches = {info.name: info.default for info in describe("zero", ZeroConfig) if info.kind in ("bool", "switch")}
-    assert {name for name, value in switches.items() if not value} == off and len(switches) == 22
+    assert {name for name, value in switches.items() if not value} == off and len(switches) == 23
 
 
 def test_stage_3s_settings_have_deepspeeds_other_name_too() -> None:

@@ -105,6 +105,16 @@ def test_an_update_in_host_memory_is_the_host_s() -> None:
     assert timed(job(events)).seconds == 7
 
 
+def test_a_late_update_takes_time_only_where_it_is_waited_for() -> None:
+    events = [kernel(6, UPDATE, "beside"), kernel(2), TraceWait(0, "host"), kernel(1), kernel(1, UPDATE)]
+    for device, seconds in (("cuda", 6 + 2), ("cpu", 6 + 2)):
+        found = timed(job(events), replace(MACHINE, device=device))
+        assert found.seconds == seconds and found.stages[0].sent == {"late update on the host": 6}
+    assert timed(job([kernel(6, UPDATE, "beside"), kernel(2)])).seconds == 6, "none is left behind the step"
+    slow_host = replace(MACHINE, kernels={"memory": constant(1.0), "host": constant(0.5)})
+    assert timed(job(events), slow_host).seconds == 12 + 2
+
+
 def test_compiled_blocks_move_fewer_bytes_between_their_products() -> None:
     fusing = replace(MACHINE, fused=0.25)
     events = [product(4), kernel(8), kernel(8, UPDATE)]

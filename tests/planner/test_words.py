@@ -63,7 +63,6 @@ def refusal(words: Sequence[str]) -> str:
         (["--hardware", "dgx-h200"], "--hardware dgx-h200", "dgx-h100"),
         (["--zero-stage", "4"], "--zero-stage 4", "3"),
         (["--tensor-model-parallel-size", "5"], "--tensor-model-parallel-size 5", "--tensor-model-parallel-size 4"),
-        (["--offload-optimizer", "nvme", "--nvme-path", "/tmp"], "--offload-optimizer nvme", "--offload-optimizer cpu"),
     ],
 )
 def test_wrong_words_are_refused_with_what_is_legal(more: list[str], given: str, legal: str) -> None:
