@@ -1,8 +1,8 @@
-"""Takes steps of one rank of very large jobs with fake tensors, and states what start-up and a step cost in Python.
+"""Takes steps of one rank of very large jobs with hollow tensors, and states what start-up and a step cost in Python.
 
-Every layout runs in a process of its own: the real engine around the model of one rank, on torch's fake tensors, which
+Every layout runs in a process of its own: the real engine around the model of one rank, on hollow tensors, which
 have shapes and no memory, over process groups that send nothing.  Seconds are therefore those
-of Python, of torch's dispatcher and of fake tensors, which cost more than launching a kernel; nothing is computed or
+of Python, of torch's dispatcher and of hollow tensors, which cost more than launching a kernel; nothing is computed or
 sent.  Bytes and messages are those that the rank's communicators have counted, with no other rank beside it.
 """
 
@@ -82,7 +82,7 @@ def configured(case: Case) -> RunConfig:
         "pipeline_model_parallel_size": case.pp,
         "precision": "bf16",
         "recompute_granularity": "full",
-        "logits_chunk_bytes": 1 << 32,  # one chunk of the head: fewer operations of fake tensors
+        "logits_chunk_bytes": 1 << 32,  # one chunk of the head: fewer operations
         "train_iters": 10,
         "lr": 1e-4,
         "mock_data": True,
@@ -211,10 +211,10 @@ def sent_rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[object]]:
 
 
 ABOUT = """Units, buckets and parameters are those of the middle rank. Start-up is all from the run's settings to the
-engine, without imports; steps include the first step's filling of fake tensors' caches. Peak is the process's, imports
-and all three steps included; buffers are what the engine would have for buckets on the wire. Calls are those of the
-package's functions in a third step, under a profile hook: they are the same in every run, while seconds are of one run
-on a shared machine."""
+engine, without imports; steps include the first step's recording of what operators return. Peak is the process's,
+imports and all three steps included; buffers are what the engine would have for buckets on the wire. Calls are those of
+the package's functions in a third step, those of hollow tensors included, under a profile hook: they are the same in
+every run, while seconds are of one run on a shared machine."""
 PREDICTED = """Before, a bucket had at most 2^24 elements whatever the number of ranks; what start-up and a step cost
 was in proportion to the number of buckets; the profile had nothing else that grew. Predicted of default buckets of
 max(2^24, 2^19 x data-parallel size) elements: at 128 data-parallel ranks 1,925 buckets, a start-up of 6 s, a first step
@@ -240,7 +240,7 @@ def page_of(
     found: Mapping[str, Mapping[str, Mapping[str, Any]]], before: Mapping[str, Mapping[str, Mapping[str, Any]]] | None
 ) -> list[str]:
     """Return the parts of the page; before: what an earlier run has found."""
-    page = [heading("Start-up and steps of up to 16,384 ranks on fake tensors", "cpu", "bf16"), paragraph(ABOUT)]
+    page = [heading("Start-up and steps of up to 16,384 ranks on hollow tensors", "cpu", "bf16"), paragraph(ABOUT)]
     page += [] if before is None else [paragraph(PREDICTED)]
     page += tables(found)
     page += [] if before is None else tables(before, ", before")

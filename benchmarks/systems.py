@@ -302,10 +302,12 @@ def _deepspeed(kind: str, place: Place, work: Work) -> System:
 
     kind: the ZeRO stage, and behind it "cpu" or "nvme" for what lives in host memory or in files.
     """
-    stage, home = int(kind[0]), {"device": kind[2:]}
+    stage, home, ahead = int(kind[0]), {"device": kind[2:]}, dict[str, bool]()
     if kind[2:] == "nvme":
-        home |= {"nvme_path": tempfile.mkdtemp(), "pipeline_read": True, "pipeline_write": True}
-    moved = {"offload_optimizer": home, **({"offload_param": home} if stage == 3 else {})} if kind[2:] else {}
+        home |= {"nvme_path": tempfile.mkdtemp()}
+        ahead = {"pipeline_read": True, "pipeline_write": True}
+    of_parameters = {"offload_param": home} if stage == 3 else {}
+    moved = {"offload_optimizer": home | ahead, **of_parameters} if kind[2:] else {}
     deepspeed: Any = import_module("deepspeed")
     model = plain_gpt(work.model, SEED, place.device)
     optimizer = adamw(model, LR)

@@ -56,7 +56,7 @@ class DryHomes:
         return self._pending[-1]
 
     def shutdown(self) -> None:
-        """Leave what is pending undone, as nobody waits for it."""
+        """Leave what is pending undone."""
 
     def run_until(self, last: "_Task") -> None:
         """Run the tasks up to this one."""

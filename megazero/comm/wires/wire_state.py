@@ -1,4 +1,4 @@
-"""What the wires of one rank remember from step to step: errors that are fed back, and generators of rounding.
+"""Has what the wires of one rank remember from step to step: errors that are fed back, and generators of rounding.
 
 It is no state of a parameter: a message's slices, ranks and nodes decide what is rounded off.  So it fits the same
 layout only, which `layout` describes.
