@@ -15,7 +15,7 @@ from megazero.report.summary import read_records, summarize
 
 
 def open_file(folder: Path, **settings: Any) -> CurvesFile:
-    plain = {"log_interval": 3, "train_iters": 10, "run": "a1", "say": lambda line: pytest.fail(line)}
+    plain = {"log_interval": 3, "train_iters": 10, "run": "a1", "report": lambda line: pytest.fail(line)}
     return CurvesFile(folder / "c.jsonl", **{**plain, **settings})
 
 
