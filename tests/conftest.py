@@ -9,6 +9,7 @@ import multiprocessing.context
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -98,6 +99,16 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.collect()
         gc.freeze()
     return answer
+
+
+@pytest.fixture(autouse=True)
+def _ends_without_a_group() -> Iterator[None]:
+    """Let a test fail that leaves a process group behind, in which later tests of this process would be a rank."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test leaves a process group behind")
 
 
 @contextmanager

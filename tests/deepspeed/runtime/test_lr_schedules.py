@@ -75,6 +75,7 @@ def test_wrong_arguments() -> None:
         WarmupLR(adam(1.0), 0.1, 0.2, 3, "log", -1, 5)
 
 
+@pytest.mark.gloo
 def test_an_engine_takes_one() -> None:
     """The engine steps the schedule after each update, so that plain SGD with the same rates moves as far."""
     model = nn.Linear(1, 1, bias=False)
@@ -89,3 +90,4 @@ def test_an_engine_takes_one() -> None:
     assert returned is schedule
     assert model.weight.item() == pytest.approx(-(0.1 + 0.1 + 0.2 + 0.3 + 0.4))
     engine.destroy()
+    deepspeed.comm.destroy_process_group()
