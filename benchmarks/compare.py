@@ -177,7 +177,9 @@ def compare(options: argparse.Namespace) -> Comparison:
     steps = max((len(run.losses) for run in runs.values()), default=0)
     plain = plain_losses(work, steps, options.device) if steps else []
     shape = work.model
-    name = options.preset or f"{shape.num_layers} x {shape.hidden_size}"
+    size = f"{shape.num_layers} x {shape.hidden_size}"
+    is_changed = any(getattr(options, name) is not None for name in (*SHAPE, *_MORE_SIZES))
+    name = size if options.preset is None else f"{options.preset} at {size}" if is_changed else options.preset
     return Comparison(work, name, threads(work.world_size), options.device, options.steps, plain, runs)
 
 
