@@ -141,7 +141,7 @@ def _advise(own: Words, hardware: Hardware, *, as_json: bool) -> int:
     """Search layouts and print the fastest that fit."""
     all_nodes = nodes_of(own.values, hardware)
     nodes = nodes_left(own.values, all_nodes)
-    run = read(own.rest, sum(all_nodes.ranks_per_node))
+    run = read(own.rest, all_nodes.world_size)
     # These import torch.
     from megazero.planner.advice.advise import advise, to_json
     from megazero.planner.advice.search import Search
@@ -165,7 +165,7 @@ def _nearest(own: Words, wanted: Wanted, hardware: Hardware) -> tuple[Sequence[s
     from megazero.planner.advice.show import remedy
 
     try:
-        run = read(own.rest, sum(wanted.nodes.ranks_per_node))
+        run = read(own.rest, wanted.nodes.world_size)
     except ConfigError:  # a DeepSpeed configuration has the layout
         return (), None
     search = Search(run, wanted.vocab_size, hardware)

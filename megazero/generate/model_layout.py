@@ -36,7 +36,7 @@ def choose_layout(
 
     Raises TopologyError with all rules that it breaks.
     """
-    world_size = sum(nodes.ranks_per_node)
+    world_size = nodes.world_size
     raise_problems(TopologyError, _problems(model, tp, pp, world_size, with_copies))
     layout = Topology(tp=tp, pp=pp, dp=world_size // (tp * pp))
     fitting = _fitting(model, world_size, with_copies)

@@ -33,6 +33,11 @@ class Nodes:
     def count(self) -> int:
         return len(self.ranks_per_node)
 
+    @property
+    def world_size(self) -> int:
+        """The ranks of all nodes."""
+        return sum(self.ranks_per_node)
+
     def of(self, rank: int) -> int:
         """Return the node that `rank` is on, counted from 0."""
         return self.of_all([rank])[0]

@@ -96,7 +96,7 @@ class DryJob:
 
     @property
     def world_size(self) -> int:
-        return sum(self.nodes.ranks_per_node)
+        return self.nodes.world_size
 
     @property
     def topology(self) -> Topology:

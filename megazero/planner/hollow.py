@@ -17,7 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -26,6 +26,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megazero.errors import Problem, UsageError
 
 # Bytes of addresses, of the 2^47 that a process mostly has; a system that refuses gives as much as it does.
 RESERVED_BYTES = 1 << 45
@@ -42,7 +44,7 @@ _SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # of tensors that are ther
 
 _storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
 # A method that torch's annotations leave out.
-_swap: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-defined]
+_swap: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = cast(Any, torch.UntypedStorage)._swap_data_ptr_
 
 
 class _Form(NamedTuple):
@@ -87,7 +89,7 @@ class Hollow(TorchDispatchMode):
     """
 
     def __init__(self, resized: Callable[[torch.UntypedStorage], None] = lambda storage: None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self._resized = resized
         self._reserved: mmap.mmap | None = None
         self._first = self._next = self._end = 0  # addresses; those before the next one have been given out
@@ -109,11 +111,11 @@ class Hollow(TorchDispatchMode):
         self._reserved = _reserved()
         self._first = self._next = int(np.frombuffer(self._reserved, np.uint8).ctypes.data)
         self._end = self._first + len(self._reserved)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__enter__(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__exit__(self, *exc)
         self._contexts.close()
         self._reserved = None  # it is kept by the storages that are left, which may still be printed
 
@@ -156,7 +158,9 @@ class Hollow(TorchDispatchMode):
         before, after = tree_leaves((args, kwargs)), tree_leaves((given, named))
         pairs = zip(before, after, strict=True)
         if any(isinstance(one, Tensor) and one.shape != other.shape for one, other in pairs):
-            raise NotImplementedError(f"{func} changes the shape of what it is given, which no hollow tensor does")
+            rule = "a tensor of a dry run keeps the memory that it was made with"
+            legal = "an out= of the result's shape, or none"
+            raise UsageError(Problem(f"{func}, which changes the shape of what it is given", rule, legal))
         is_small = all(one.numel() <= 1 for one in tree_leaves(result) if isinstance(one, Tensor))
         return tree_map_only(Tensor, _form, result), is_small
 

@@ -53,8 +53,10 @@ class Place(NamedTuple):
 class _Counted(TorchDispatchMode):
     """A dispatch mode that notes the kernels of operator calls."""
 
-    found: list[Operation]
-    operations: Operations
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self.found: list[Operation] = []
+        self.operations = Operations()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -68,8 +70,7 @@ class _Counted(TorchDispatchMode):
 
 def kernels_of(run: Callable[[], object]) -> list[Operation]:
     """Return the kernels that a function runs."""
-    counted: _Counted = _Counted()  # type: ignore[no-untyped-call]
-    counted.found, counted.operations = [], Operations()
+    counted = _Counted()
     with counted:
         run()
     return counted.found

@@ -61,7 +61,7 @@ class ModuleJob:
 
     @property
     def world_size(self) -> int:
-        return sum(self.nodes.ranks_per_node)
+        return self.nodes.world_size
 
     @property
     def topology(self) -> Topology:
@@ -185,14 +185,14 @@ def module_job(
     def spell(name: str) -> str:
         return f"zero.{name}"
 
-    problems = [*shard_groups_are_equal(settings.zero, sum(nodes.ranks_per_node), spell)]
+    problems = [*shard_groups_are_equal(settings.zero, nodes.world_size, spell)]
     is_partitioned = resolve(settings.zero, settings.precision).parameter.placement is Placement.PARTITIONED
     if made_in_parts and not is_partitioned:
         rule = "parameters are partitioned while a module is made if they stay so"
         problems.append(Problem("made_in_parts=True beside whole parameters", rule, "stage 3, or made_in_parts=False"))
     raise_problems(ConfigError, problems)
     in_parts = is_partitioned if made_in_parts is None else made_in_parts
-    rows = resolve_batch(settings, sum(nodes.ranks_per_node)).micro or _rows(batch() if callable(batch) else batch)
+    rows = resolve_batch(settings, nodes.world_size).micro or _rows(batch() if callable(batch) else batch)
     return ModuleJob(model_fn, settings, batch, rows, loss_fn or loss_of, optimizer, in_parts, nodes, is_gpu)
 
 

@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):
     """The events of one rank, part by part, kept while entered as a context inside the ledger's."""
 
     def __init__(self, ledger: Ledger, topology: Topology, rank: int, nodes: Nodes, *, is_gpu: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self.parts: dict[Part, tuple[Event, ...]] = {}
         self.channels: dict[str, Channel] = {}
         self.meter = RecordingMeter(self)

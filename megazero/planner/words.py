@@ -140,7 +140,7 @@ def read_run(words: Sequence[str], nodes: Nodes) -> Wanted:
 
     A run without a corpus is planned on made-up tokens.  Raises ConfigError or TopologyError with all problems.
     """
-    world_size = sum(nodes.ranks_per_node)
+    world_size = nodes.world_size
     resolved = resolve([*words, *made_up(words)], world_size=world_size)
     raise_problems(ConfigError, with_sources(resolved.problems, resolved.sources))
     config = resolved.config

@@ -117,6 +117,6 @@ def _places(config: RunConfig | None, events: Sequence[Mapping[str, Any]]) -> tu
         world_size = int(start["world_size"])
         nodes = Nodes(parse_tasks_per_node(start["ranks_per_node"]))
         layout = topology(config, world_size)
-        return (layout, nodes) if layout.world_size == world_size == sum(nodes.ranks_per_node) else None
+        return (layout, nodes) if layout.world_size == world_size == nodes.world_size else None
     except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the journal of another version
         return None

@@ -7,7 +7,6 @@ import torch
 from support.each import each
 
 from megazero.comm.bandwidth import gather_seconds
-from megazero.comm.interface import Work
 from megazero.comm.local import LocalCommunicator
 
 
@@ -19,9 +18,9 @@ class _Slow:
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
 
-    def all_gather_into(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+    def all_gather_into(self, output: torch.Tensor, input: torch.Tensor) -> "_Slow":
         self.shapes.append((output.numel(), input.numel()))
-        return self  # type: ignore[return-value]
+        return self
 
     def wait(self) -> None:
         time.sleep(0.05)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import saved_states
 from support.configs import make_run
 from support.launch import read_steps
 from support.processes import run_ranks
 
-from megazero.checkpoint.reader import Checkpoint, open_checkpoint
+from megazero.checkpoint.reader import open_checkpoint
 from megazero.parallel.launch import Launch
 from megazero.train.build import assemble
 from megazero.train.loop import train
@@ -74,15 +75,6 @@ def figures(metrics_file: Path) -> list[tuple[Any, ...]]:
     return [(iteration, *(step[name] for name in names)) for iteration, step in read_steps(metrics_file).items()]
 
 
-def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], torch.Tensor]:
-    """Return every saved tensor by name and kind."""
-    return {
-        (name, kind): checkpoint.read_full(name, kind)
-        for name, saved in checkpoint.parameters.items()
-        for kind in saved.kinds
-    }
-
-
 # Where states live is not saved: a half with them in host memory goes on from one without, and the other way.
 HOMES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "fp32": ({}, {"offload_optimizer": "cpu"}),
@@ -114,7 +106,7 @@ def test_resuming_is_bitwise(tmp_path: Path, precision: str, stage: int) -> None
     expected, resumed = (open_checkpoint(each["save"]) for each in (through, halves))
     assert expected.step == resumed.step == whole
     assert {**resumed.progress, "run": None} == {**expected.progress, "run": None}  # two runs
-    ours, theirs = tensors(resumed), tensors(expected)
+    ours, theirs = saved_states(resumed), saved_states(expected)
     assert ours.keys() == theirs.keys()
     kinds = {"weight", "exp_avg", "exp_avg_sq"}
     assert kinds <= {kind for _, kind in ours}

@@ -7,6 +7,7 @@ import torch
 from support.models import Piece, assemble, build_gpt, context, pieces
 from torch import Tensor
 
+from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.local import LocalCommunicator
 from megazero.config.engine_sections import OptimizerConfig, PrecisionConfig
@@ -33,6 +34,15 @@ def run_config(model: ModelConfig, *, precision: str = "fp64", data: DataConfig 
         precision=PrecisionConfig(precision=precision),
         data=data or DataConfig(),
     )
+
+
+def saved_states(checkpoint: Checkpoint) -> dict[tuple[str, str], Tensor]:
+    """Return every saved tensor, whole, by its parameter's name and its kind."""
+    return {
+        (name, kind): checkpoint.read_full(name, kind)
+        for name, saved in checkpoint.parameters.items()
+        for kind in saved.kinds
+    }
 
 
 def save_checkpoint(root: Path, config: RunConfig, *, vocab_size: int, tp: int, seed: int = 3) -> dict[str, Tensor]:

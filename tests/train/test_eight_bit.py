@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import saved_states
 from support.processes import run_ranks
 from support.small_runs import train_run
-from torch import Tensor
 
 from megazero.checkpoint.reader import open_checkpoint
 
@@ -30,17 +30,8 @@ def whole_run(rank: int, size: int, settings: dict[str, Any]) -> str:
     return train_run(rank, size, settings).text
 
 
-def full(folder: Path) -> dict[tuple[str, str], Tensor]:
-    checkpoint = open_checkpoint(folder)
-    return {
-        (name, kind): checkpoint.read_full(name, kind)
-        for name, parameter in checkpoint.parameters.items()
-        for kind in parameter.kinds
-    }
-
-
 def check_equal(one: Path, other: Path) -> None:
-    found, expected = full(one), full(other)
+    found, expected = saved_states(open_checkpoint(one)), saved_states(open_checkpoint(other))
     assert {kind for _, kind in found} == {"weight", "exp_avg", "exp_avg_sq"} and found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
@@ -51,7 +42,7 @@ def check_close(one: Path, other: Path) -> None:
 
     Single ones are further: where a second moment is rounded to 0, a step is longer.
     """
-    found, expected = full(one), full(other)
+    found, expected = saved_states(open_checkpoint(one)), saved_states(open_checkpoint(other))
     for (name, kind), value in expected.items():
         if kind == "weight" and not name.endswith("qkv.bias"):  # the gradient of a key's bias is rounding only
             assert float((found[name, kind] - value).abs().mean()) < 0.02 * LR * STEPS, name

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import saved_states
 from support.processes import run_ranks
 from support.published_optimizers import reference_class
 from support.reference import decayed, gradients, mean_loss
@@ -258,7 +259,7 @@ def test_a_pattern_may_match_on_one_pipeline_stage_only(tmp_path: Path) -> None:
     whole_run(0, 1, run_settings("nadam", tmp_path / "one", **more))
     layout = {"pipeline_model_parallel_size": 2, "zero_stage": 1}
     run_ranks(2, whole_run, 2, run_settings("nadam", tmp_path / "two", **layout, **more))
-    close(full(tmp_path / "two"), full(tmp_path / "one"))
+    close(saved_states(open_checkpoint(tmp_path / "two")), saved_states(open_checkpoint(tmp_path / "one")))
     with pytest.raises(ConfigError, match=r"--param-groups: layer.0(?s:.*)legal: layers.0"):
         whole_run(0, 1, run_settings("nadam", tmp_path / "none", param_groups=("layer.0.mlp.up.weight lr=1",)))
 
@@ -349,7 +350,10 @@ def test_a_cycle_moves_the_rate_and_the_first_beta(case: str, tmp_path: Path) ->
         for group in optimizer.param_groups:
             group.update(lr=lr, betas=(momentum, group["betas"][1]))
         optimizer.step()
-    close({name: values for (name, kind), values in full(tmp_path).items() if kind == "weight"}, live)
+    close(
+        {name: values for (name, kind), values in saved_states(open_checkpoint(tmp_path)).items() if kind == "weight"},
+        live,
+    )
 
 
 def test_a_momentum_that_would_reach_one_is_refused_before_training(tmp_path: Path) -> None:
@@ -395,15 +399,6 @@ def whole_run(rank: int, size: int, settings: dict[str, Any]) -> None:
     train_run(rank, size, settings)
 
 
-def full(folder: Path) -> dict[tuple[str, str], Tensor]:
-    checkpoint = open_checkpoint(folder)
-    return {
-        (name, kind): checkpoint.read_full(name, kind)
-        for name, parameter in checkpoint.parameters.items()
-        for kind in parameter.kinds
-    }
-
-
 # Every form of state: averages of two kinds with their largest, none but momentum, one, step sizes, scalars, averages
 # of rows and columns.
 @pytest.mark.parametrize(
@@ -414,7 +409,7 @@ def test_a_resumed_run_is_the_run_that_stayed(case: str, tmp_path: Path) -> None
     whole_run(0, 1, run_settings(case, tmp_path / "stayed"))
     whole_run(0, 1, run_settings(case, tmp_path / "left", exit_interval=2))
     whole_run(0, 1, run_settings(case, tmp_path / "left", load=str(tmp_path / "left")))
-    stayed, left = full(tmp_path / "stayed"), full(tmp_path / "left")
+    stayed, left = saved_states(open_checkpoint(tmp_path / "stayed")), saved_states(open_checkpoint(tmp_path / "left"))
     assert stayed.keys() == left.keys() and len({kind for _, kind in stayed}) > (1 if case != "sgd" else 0)
     assert all(torch.equal(left[key], value) for key, value in stayed.items())
     one, other = (open_checkpoint(tmp_path / name).progress for name in ("left", "stayed"))
@@ -441,7 +436,7 @@ def test_another_layout_goes_on(case: str, stages: tuple[int, int], tmp_path: Pa
     run_ranks(2, whole_run, 2, settings)
     split = {"tensor_model_parallel_size": 2, "zero_stage": stages[1], "load": str(tmp_path / "two")}
     run_ranks(2, whole_run, 2, run_settings(case, tmp_path / "two", **split))
-    close(full(tmp_path / "two"), full(tmp_path / "one"))
+    close(saved_states(open_checkpoint(tmp_path / "two")), saved_states(open_checkpoint(tmp_path / "one")))
 
 
 @pytest.mark.gloo
@@ -455,7 +450,7 @@ def test_figures_of_pipeline_stages_count_what_they_share_once(
     whole_run(0, 1, run_settings(case, tmp_path / "one"))
     layout = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": tp, "zero_stage": stage}
     run_ranks(2 * dp * tp, whole_run, 2 * dp * tp, run_settings(case, tmp_path / "two", **layout))
-    close(full(tmp_path / "two"), full(tmp_path / "one"))
+    close(saved_states(open_checkpoint(tmp_path / "two")), saved_states(open_checkpoint(tmp_path / "one")))
 
 
 def test_another_optimizer_does_not_go_on(tmp_path: Path) -> None:
@@ -463,7 +458,7 @@ def test_another_optimizer_does_not_go_on(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--optimizer of kind AdamW(?s:.*)saved with SGD(?s:.*)--no-load-optim"):
         whole_run(0, 1, run_settings("adam", tmp_path, load=str(tmp_path)))
     whole_run(0, 1, run_settings("adam", tmp_path, load=str(tmp_path), no_load_optim=True))
-    assert {kind for _, kind in full(tmp_path)} == {"weight", "exp_avg", "exp_avg_sq"}
+    assert {kind for _, kind in saved_states(open_checkpoint(tmp_path))} == {"weight", "exp_avg", "exp_avg_sq"}
 
 
 def test_a_checkpoint_before_the_first_update_goes_on(tmp_path: Path) -> None:
@@ -471,7 +466,9 @@ def test_a_checkpoint_before_the_first_update_goes_on(tmp_path: Path) -> None:
     settings = run_settings("nadam", tmp_path, precision="fp16", initial_loss_scale=2.0**100)
     whole_run(0, 1, {**settings, "exit_interval": 1})
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.progress["optimizer_numbers"] is None and {kind for _, kind in full(tmp_path)} == {"weight"}
+    assert checkpoint.progress["optimizer_numbers"] is None and {
+        kind for _, kind in saved_states(open_checkpoint(tmp_path))
+    } == {"weight"}
     whole_run(0, 1, {**settings, "load": str(tmp_path)})
     assert open_checkpoint(tmp_path).step == STEPS
 

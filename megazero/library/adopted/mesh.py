@@ -88,7 +88,7 @@ def adopt_default(device: torch.device, scratch: Scratch) -> Mesh:
 def launched_nodes(world_size: int) -> Nodes | None:
     """Return the nodes of a job of this many processes, as the launcher gives them; None if it has started others."""
     nodes = Launch.from_environment().nodes
-    return nodes if sum(nodes.ranks_per_node) == world_size else None
+    return nodes if nodes.world_size == world_size else None
 
 
 def _limit(device: torch.device) -> timedelta | None:

@@ -80,7 +80,7 @@ def remedies(search: Search, candidates: Sequence[Candidate], nodes: Nodes) -> t
         return None, near
     least = sorted(candidates, key=lambda one: (one.bound.total, one.bound.seconds))
     closest = next((Found(*one[:2], found) for one in least if (found := search.measured(*one[:2])) is not None), None)
-    ranks, per_node = sum(nodes.ranks_per_node), search.hardware.devices_per_node
+    ranks, per_node = nodes.world_size, search.hardware.devices_per_node
     more = (count for count in node_counts(_MOST_NODES * nodes.count) if count * per_node > ranks)
     return closest, smallest(search, more)
 

@@ -110,9 +110,7 @@ class Bounds:
 
     def of(self, choice: LayoutChoice) -> Bound:
         """Return the bounds of a layout."""
-        copies = sum(self.nodes.ranks_per_node) // (
-            choice.tensor_model_parallel_size * choice.pipeline_model_parallel_size
-        )
+        copies = self.nodes.world_size // (choice.tensor_model_parallel_size * choice.pipeline_model_parallel_size)
         count = self.run.samples // copies // choice.micro_batch_size
         layout = self._once(("cut", choice[:5]), lambda: self._cut(choice))
         one = self._once(("layer", choice[:2], choice[4], choice[-2:]), lambda: self._passes(choice))
@@ -171,7 +169,7 @@ class Bounds:
 
     def _topology(self, choice: LayoutChoice) -> Topology:
         config = configured(self.run.config, choice, self.run.samples)
-        return topology(config, sum(self.nodes.ranks_per_node), self.nodes)
+        return topology(config, self.nodes.world_size, self.nodes)
 
     def _saved(self, choice: LayoutChoice) -> int:
         """Return the least elements that a layer saves of a micro-batch."""

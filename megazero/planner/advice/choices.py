@@ -160,7 +160,7 @@ def _plain(config: RunConfig) -> RunConfig:
 
 def choices(run: AdvisedRun, nodes: Nodes) -> Iterator[LayoutChoice]:
     """Yield layouts of a run on these nodes, of which a start may refuse some."""
-    world = sum(nodes.ranks_per_node)
+    world = nodes.world_size
     per_node = max(nodes.ranks_per_node)
     across = run.config.parallel.allow_tensor_parallel_across_nodes
     for tensor in _divisors(world if across else per_node):
