@@ -6,7 +6,8 @@
 A block runs as it stands on its page, in a shell that ends at the first command that fails, in a copy of the working
 tree at --folder.  A page marks what one machine without GPUs cannot do by a hidden comment right above the
 block: "run small:" with lines `OLD => NEW`, which are replaced in it, or "not run:" with the reason.  Slurm's
-commands are stand-ins of one node of two tasks.  Files of the reader's own (a book, GPT-2's tokenizer) are made first.
+commands are stand-ins of one node of two tasks.  Files of the reader's own (a book, GPT-2's tokenizer, a checkpoint of
+Megatron-LM's) are made first.
 
 A line is appended to --records for every block as soon as it has ended.  What is recorded as done, with the same text,
 is not run again, so the program may be stopped and started at will; --folder keeps what earlier blocks have made.
@@ -84,8 +85,14 @@ cat megazero/*/*.py megazero/*.py docs/*.md >runs/book.txt
 python tools/train_tokenizer.py --input runs/book.txt --model-type byte-level-bpe --vocab-size 1000 --output runs/gpt2
 mv runs/gpt2/vocab.json runs/gpt2-vocab.json
 mv runs/gpt2/merges.txt runs/gpt2-merges.txt
+PYTHONPATH=tests:$PYTHONPATH python - <<'END'
+from pathlib import Path
+from support import foreign_files
+foreign_files.VOCABULARY, foreign_files.PADDED = 1000, 1024
+foreign_files.write_legacy(Path("megatron", "checkpoints"), foreign_files.gpt2(), tp=2, pp=2)
+END
 """
-_LAST_OWN_FILE = Path("runs", "gpt2-merges.txt")
+_LAST_OWN_FILE = Path("megatron", "checkpoints", "latest_checkpointed_iteration.txt")
 
 
 class Block(NamedTuple):
@@ -225,9 +232,16 @@ def try_out(block: Block, folder: Path, python: str = sys.executable) -> Record:
 def read_records(path: Path, tree: Path = ROOT) -> dict[str, Record]:
     """Return the newest record of every block that stands so on its page, in the pages' order."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    known = {(row["page"], row["text"], json.dumps(row["changes"])): row for row in map(json.loads, lines)}
-    keys = ((block, (block.page, block.text, json.dumps(block.changes))) for block in blocks(tree))
+    known = {
+        _key(row["page"], row["text"], row["changes"], row.get("reason", "")): row for row in map(json.loads, lines)
+    }
+    keys = ((block, _key(block.page, block.text, block.changes, block.reason)) for block in blocks(tree))
     return {block.name: {**known[key], "block": block.number} for block, key in keys if key in known}
+
+
+def _key(page: str, text: str, changes: Sequence[Sequence[str]], reason: str) -> tuple[str, str, str, bool]:
+    """Return what a block and its record have in common; the words of the reason may change."""
+    return page, text, json.dumps(changes), bool(reason)
 
 
 def page(records: Mapping[str, Record]) -> list[str]:

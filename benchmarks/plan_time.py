@@ -124,7 +124,7 @@ def calibrated(place: Place, quick: bool) -> str:
         Topology(dp=place.launch.world_size), place.launch.rank, place.device, FusedBuffers(0, place.device)
     )
     here = measuring.Place(place.launch.rank, place.launch.world_size, place.device, mesh.world)
-    effort = measuring.QUICK if quick else measuring.Effort()
+    effort = measuring.Effort().coarse() if quick else measuring.Effort()
     return to_yaml(measured(here, effort, name=f"cpu x {place.launch.world_size}", report=lambda line: None))
 
 

@@ -40,7 +40,7 @@ USAGE = f"""usage: megazero plan [--hardware NAME|FILE.yaml] [--nodes N | --worl
                      [--format text|json|html] [--output FILE.html] [--what-if LIST] FLAGS
        megazero plan --advise [--hardware ...] [--nodes N] [--without-nodes N] [--format text|json] FLAGS
        megazero plan --compare RUN/metrics.jsonl [--hardware ...] FLAGS
-       megazero plan --calibrate FILE.yaml [--processes N]
+       megazero plan --calibrate FILE.yaml [--quick] [--processes N]
        megazero plan --paper [LIST] [--format text|json]
 
 Runs a job dry, on this machine alone and without its memory: the real code of the first, a middle and the last pipeline
@@ -61,7 +61,8 @@ corpus made-up tokens are planned; nothing is trained, loaded or saved.
 --without-nodes N   advice for the same job when N of its nodes are gone
 --compare    a metrics file of the same run, whose steps are put beside their prediction, part by part
 --calibrate  measures this machine by all processes at once, those of --processes or of a launcher, and writes its
-             description to a new file, for --hardware
+             description to a new file, for --hardware; two minutes on CPUs
+--quick      measures fewer sizes for a shorter time: a coarse description in half a minute
 --format     text, json (everything in bytes), or html: a page with pictures and tables that stands alone
 --output FILE.html   the file of the page (default: standard output)
 --what-if LIST   what a reader of the page may change: {", ".join(CONTROLS)}, or none (default: {DEFAULT});
@@ -223,5 +224,5 @@ def _calibrate(own: Words) -> int:
         return start_processes(job)
     from megazero.planner.calibrate import calibrate
 
-    calibrate(Path(own.values["--calibrate"]), job.launch)
+    calibrate(Path(own.values["--calibrate"]), job.launch, is_quick=own.is_quick)
     return 0

@@ -38,9 +38,12 @@ from megazero.train.step import StepControls, training_step
 Report = Callable[[str], None]
 
 
-def calibrate(path: Path, launch: Launch, *, device: str = "auto", effort: Effort | None = None) -> None:
+def calibrate(
+    path: Path, launch: Launch, *, device: str = "auto", effort: Effort | None = None, is_quick: bool = False
+) -> None:
     """Measure this machine with all processes of the job, and write its description to a new file on rank 0.
 
+    is_quick: in seconds instead of minutes, more coarsely.
     Raises ConfigError, on all ranks, if the file is there already or cannot be written.
     """
     if path.exists() or not path.parent.is_dir():
@@ -53,7 +56,7 @@ def calibrate(path: Path, launch: Launch, *, device: str = "auto", effort: Effor
         mesh = make_mesh(Topology(dp=launch.world_size), launch.rank, chosen, FusedBuffers(0, chosen))
         place = Place(launch.rank, launch.world_size, chosen, mesh.world)
         effort = effort or (ON_A_GPU if chosen.type == "cuda" else Effort())
-        found = measured(place, effort, name=path.stem, report=console.line)
+        found = measured(place, effort.coarse() if is_quick else effort, name=path.stem, report=console.line)
         if launch.rank == 0:
             _write(path, to_yaml(found))
         console.line(f"written: {path}; megazero plan --hardware {path} ...")
@@ -101,7 +104,7 @@ def measured(place: Place, effort: Effort, *, name: str, report: Report) -> Hard
         host_seconds=host_seconds,
         overlap_cost=overlap_cost(meter),
         at_once=at_once(meter),
-        error=0.15,
+        error=meter.effort.error,
     )
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ class Effort:
     seconds: of one repetition at the least.  repetitions: of each measurement.
     sizes: cube roots of m n k of products.  lengths: tokens of a sequence of attention.  nbytes: of what other kernels
     move.  messages: bytes of messages; the last one is the size of copies and files too.
+    error: of predictions from these figures, relative.
     """
 
     seconds: float = 0.05
@@ -30,9 +31,22 @@ class Effort:
     lengths: tuple[int, ...] = (16, 64, 256, 1024)
     messages: tuple[int, ...] = tuple(1 << n for n in range(10, 27, 2))
     nbytes: tuple[int, ...] = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+    error: float = 0.15
+
+    def coarse(self) -> "Effort":
+        """Return the same with every third size and short repetitions, whose figures are half as exact."""
+        return replace(
+            self,
+            seconds=self.seconds / 25,
+            repetitions=3,
+            sizes=self.sizes[::3],
+            lengths=self.lengths[::3],
+            messages=self.messages[::3],
+            nbytes=self.nbytes[::3],
+            error=2 * self.error,
+        )
 
 
-QUICK = Effort(0.002, 3, (32, 128, 512), nbytes=(1 << 14, 1 << 18, 1 << 22, 1 << 25))
 ON_A_GPU = Effort(
     sizes=(128, 256, 512, 1024, 2048, 4096, 8192),
     lengths=(256, 1024, 4096),

@@ -34,7 +34,8 @@ _EXAMPLES = MappingProxyType(
 
 
 class Words(NamedTuple):
-    """The plan's own flags: values by name; is_paper: --paper, whose value may be left out; is_advice: --advise.
+    """The plan's own flags: values by name; is_paper: --paper, whose value may be left out; is_advice: --advise;
+    is_quick: --quick.
 
     rest: all others, `pretrain`'s.
     """
@@ -43,6 +44,7 @@ class Words(NamedTuple):
     is_paper: bool
     rest: list[str]
     is_advice: bool = False
+    is_quick: bool = False
 
 
 class Wanted(NamedTuple):
@@ -59,7 +61,7 @@ def split_words(words: Sequence[str]) -> Words:
     values: dict[str, str] = {}
     rest: list[str] = []
     remaining = list(words)
-    is_paper = is_advice = False
+    is_paper = is_advice = is_quick = False
     while remaining:
         word = remaining.pop(0)
         name, equals, value = word.partition("=")
@@ -70,6 +72,8 @@ def split_words(words: Sequence[str]) -> Words:
                 values[name] = value if equals else remaining.pop(0)
         elif name == "--advise" and not equals:
             is_advice = True
+        elif name == "--quick" and not equals:
+            is_quick = True
         elif name not in _VALUED:
             rest.append(word)
         elif equals or (remaining and not remaining[0].startswith("--")):
@@ -91,9 +95,11 @@ def split_words(words: Sequence[str]) -> Words:
         others := [name for name in ("--compare", "--calibrate") if name in values] + ["--paper"] * is_paper
     ):
         raise ConfigError(Problem(f"--advise {others[0]}", "they answer different questions", f"--advise, {others[0]}"))
+    if is_quick and "--calibrate" not in values:
+        raise ConfigError(Problem("--quick", "it shortens a calibration", "--calibrate FILE.yaml --quick"))
     if is_advice and chosen == "html":
         raise ConfigError(Problem("--advise --format html", "advice is text or JSON", "--format text, --format json"))
-    return Words(values, is_paper, rest, is_advice)
+    return Words(values, is_paper, rest, is_advice, is_quick)
 
 
 def _example(name: str) -> str:

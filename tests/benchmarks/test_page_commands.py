@@ -60,8 +60,10 @@ def test_blocks_run_in_order_and_are_not_run_again(tmp_path: Path, capsys: pytes
     order = ["README.md", "docs/second.md", "docs/first.md"]
     assert [block.page for block in blocks(tree)] == order
     assert blocks(tree)[1].files() == {"runs/words": "some words\n"}
-    (folder / "runs").mkdir(parents=True)
-    (folder / "runs" / "gpt2-merges.txt").touch()  # as in a folder that an earlier start has made
+    own_files = folder / "megatron" / "checkpoints"  # as in a folder that an earlier start has made
+    for path in (folder / "runs", own_files):
+        path.mkdir(parents=True)
+    (own_files / "latest_checkpointed_iteration.txt").touch()
     words = ["--records", str(records), "--tree", str(tree), "--folder", str(folder), "--output", str(page)]
     assert missing(words, capsys) == [f"{order[0]}, block 1", f"{order[1]}, block 1", f"{order[2]}, block 1"]
     assert not records.exists()
@@ -77,6 +79,8 @@ def test_blocks_run_in_order_and_are_not_run_again(tmp_path: Path, capsys: pytes
     assert [row.get("status") for row in rows] == [0, 1, None, 0]
     assert [row["page"] for row in read_records(records, tree).values()] == order
     assert "3 blocks, 2 run, 2 of them to their end" in page.read_text() and "`seq 1000` => `seq 3`" in page.read_text()
+    (tree / "docs" / "first.md").write_text(FIRST.replace("<!-- not run: it needs\ntwo nodes -->\n", ""))
+    assert missing(words, capsys) == [f"{order[2]}, block 1"]  # a block that runs from now on
     assert "it needs two nodes | not run" in page.read_text() and "as it stands | status 0" in page.read_text()
 
 

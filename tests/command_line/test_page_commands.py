@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support import foreign_files
 from support.pages import Block, block_with, blocks, make_commands, run
 from support.source_tree import ROOT
 from support.warm_python import RUNS, TOOLS, warm_python
@@ -137,3 +138,27 @@ def test_the_run_of_the_pages_trains_resumes_at_other_layouts_and_is_inspected(p
     assert told.count("word_perplexity") == 1 and told.count("lambada ") == 2 * 3 and "acc_bytes" in told
     journal = succeed(block_with("docs/checkpoints.md", "checkpoint.py journal").text, place)
     assert journal.count("  start  ") == 3 and "from 2 | to 1" in journal
+
+
+@pytest.mark.gloo
+def test_the_page_of_imports_trains_on_from_a_checkpoint_of_megatron_lms(place: Path) -> None:
+    foreign_files.write_legacy(place / "megatron/checkpoints", foreign_files.gpt2(), tp=2, pp=2)
+    first, second = (block for block in blocks() if block.page == "docs/importing.md")
+    told = succeed(first.text.replace("--vocab-size 50257", "--vocab-size 90"), place)
+    assert (place / "runs/imported-hf/model.safetensors").exists(), told
+    changes = {
+        "--data-path corpus_text_document": "--mock-data --eval-iters 1",
+        "--train-iters 1000": "--train-iters 2",
+    }
+    text = second.text
+    for given, smaller in changes.items():
+        assert given in text
+        text = text.replace(given, smaller)
+    assert "finished 2 iterations" in succeed(text, place)
+
+
+@pytest.mark.gloo
+def test_a_machine_measures_itself_and_plans(place: Path) -> None:
+    calibrated, planned = block_with("docs/planning.md", "--calibrate").small(), "planned for this-machine"
+    alone = calibrated.replace("--processes 2 --quick", "--quick")
+    assert alone != calibrated and planned in succeed(alone, place)

@@ -56,6 +56,15 @@ def test_one_process_writes_a_file_that_a_plan_reads(tmp_path: Path) -> None:
         calibrate(tmp_path / "no" / "mine.yaml", Launch(0, 1, 0), device="cpu", effort=LEAST)
 
 
+def test_a_quick_calibration_measures_fewer_sizes_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "quick.yaml"
+    calibrate(path, Launch(0, 1, 0), device="cpu", effort=LEAST, is_quick=True)
+    found = hardware_of(str(path))
+    assert len(found.matrix["fp32"].rates.points) == 1
+    assert (LEAST.error, found.error) == (0.15, 0.3)
+    assert Effort().coarse().sizes == (16, 128, 1024)
+
+
 def test_kernels_are_counted_as_in_a_dry_run() -> None:
     x, weight = torch.ones(3, 5), torch.ones(7, 5)
     (product, total) = kernels_of(lambda: torch.mm(x, weight.t()).sum())

@@ -22,6 +22,13 @@ def test_own_flags_are_separated_in_both_spellings() -> None:
         assert split_words(given)[:3] == ({"--paper": "figure-2"}, True, [])
 
 
+def test_a_quick_calibration() -> None:
+    words = split_words(["--calibrate", "mine.yaml", "--quick"])
+    assert words.is_quick and words.values == {"--calibrate": "mine.yaml"} and words.rest == []
+    with pytest.raises(UserError, match="it shortens a calibration"):
+        split_words(["--quick"])
+
+
 @each(
     ("values", "per_node"),
     [({}, (8,)), ({"--nodes": "3"}, (8, 8, 8)), ({"--world-size": "20"}, (8, 8, 4)), ({"--world-size": "3"}, (3,))],
