@@ -196,12 +196,12 @@ class ZeroConfig:
         " for the device and for the slowest process each time), and refuse changes in GatheredParameters without a"
         " modifier_rank (a copy of the parameters)",
     )
-    offload_optimizer: Literal["none", "cpu", "nvme"] = setting(
+    offload_optimizer: Literal["none", "cpu", "nvme", "auto"] = setting(
         "none",
         help="stages 1 to 3: home of master weights, moments and reduced gradients; cpu: host memory, where the host's"
         " processors update them; nvme: files under nvme_path, from where master weights and moments come to host"
         " memory for their update, a sub-group at a time, while reduced gradients stay in host memory, unless"
-        " offload_gradients_nvme moves them",
+        " offload_gradients_nvme moves them; auto: none, or cpu where the plan does not fit without or is faster so",
     )
     offload_optimizer_ratio: float = setting(
         1.0,
@@ -265,10 +265,11 @@ class ZeroConfig:
         unit="steps",
         ge=0,
     )
-    offload_param: Literal["none", "cpu", "nvme"] = setting(
+    offload_param: Literal["none", "cpu", "nvme", "auto"] = setting(
         "none",
         help="stage 3: home of partitioned parameters; cpu: host memory, from where a partition travels to the device"
-        " ahead of its gather; nvme: files under nvme_path, from where it comes to host memory before",
+        " ahead of its gather; nvme: files under nvme_path, from where it comes to host memory before; auto: none, or"
+        " cpu as with offload_optimizer",
     )
     offload_param_buffer_count: int = setting(
         5,

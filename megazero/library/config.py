@@ -238,7 +238,7 @@ def _from_mapping(content: Mapping[str, Any], origin: str) -> EngineConfig:
 
 def _from_deepspeed(file: ParsedFile) -> EngineConfig:
     parts = engine_parts(file)
-    file.diagnostics.problems.extend(_undecidable(parts.activations, file.location()))
+    file.diagnostics.problems.extend(_undecidable(parts.zero, parts.activations, file.location()))
     file.diagnostics.problems.extend(_decoupled_problems(parts.optimizer, parts.scheduler, file.location()))
     paths = {name: name for name in _PLAIN} | dict(_RENAMED)
     plain = {name: file.get(path, _default(name)) for name, path in paths.items()}
@@ -389,7 +389,7 @@ def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
         kind = parts.optimizer.type
         for problem in optimizer_fits(kind, f"optimizer.type {kind}", parts.zero, parts.precision, spell):
             yield replace(problem, given=f"{location}: {problem.given}")
-    yield from _undecidable(parts.activations, location)
+    yield from _undecidable(parts.zero, parts.activations, location)
     yield from _decoupled_problems(parts.optimizer, parts.scheduler, location)
     if parts.curriculum.curriculum_learning:
         found = read_curriculum(parts.curriculum, None, lambda name: f"curriculum.{name}:")
@@ -468,12 +468,18 @@ def _autocast_problems(autocast: str | None, precision: PrecisionConfig, locatio
         yield Problem(given, rule, "fp32 parameters, bf16 for both, or no autocast")
 
 
-def _undecidable(activations: ActivationConfig, location: Location) -> Iterator[Problem]:
-    """Yield a problem for each switch that is "auto" and that only a run, which holds its model's sizes, can decide."""
+def _undecidable(zero: ZeroConfig, activations: ActivationConfig, location: Location) -> Iterator[Problem]:
+    """Yield a problem for each setting that is "auto", which only a run, that holds its model's sizes, can decide."""
     for name in ("partition_activations", "checkpoint_in_cpu"):
         if getattr(activations, name) == "auto":
             rule = f"{name} is decided by the size of checkpoints, which is not known before the model runs"
             yield Problem(f'{location}: activations: {name} "auto"', rule, "true, false")
+    for name in ("offload_optimizer", "offload_param"):
+        if getattr(zero, name) == "auto":
+            rule = f"{name} is decided by a plan of a step, which is not known before the model runs"
+            yield Problem(
+                f'{location}: zero: {name} "auto"', rule, "none, cpu, nvme; megazero.plan shows what each takes"
+            )
 
 
 def _checked(config: EngineConfig) -> EngineConfig:

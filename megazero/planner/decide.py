@@ -1,6 +1,7 @@
-"""Decides what recomputes and where checkpoints are kept, where a run leaves that to it ("auto"), by plans of the run.
+"""Decides what recomputes and where checkpoints and states are kept, where a run leaves that to its plan ("auto").
 
-The choices form a ladder: each rung computes, sends or copies more than the one before it, and holds less.
+The choices of what recomputes form a ladder: each rung computes, sends or copies more than the one before it, and holds
+less.
 
     nothing is recomputed
     the attention core is
@@ -8,17 +9,22 @@ The choices form a ladder: each rung computes, sends or copies more than the one
     the same, with checkpoints in slices (Pa), or in host memory
     the same, with slices in host memory (Pa+cpu)
 
-The rungs are run dry from the first one on, as far as the settings leave them open, until one fits the devices; of two
-that do, the faster one is taken.  If none fits, that which needs least is.  The batch stays as it is given: what a
-larger one would bring (ZeRO, section 8) `megazero plan --advise` finds.
+Beside it, optimizer states and then parameters too may be in host memory, each of which holds less on the device as
+well.  The rungs are run dry from the first one on, as far as the settings leave them open, until one fits the devices
+with as little as possible elsewhere; where that is not nothing, each further rung is tried with fewer states elsewhere.
+So every choice that fits and from which nothing can be taken away is tried, and the fastest of them is taken.  If none
+fits, that which needs least is.  The batch stays as it is given: what a larger one would bring (ZeRO, section 8)
+`megazero plan --advise` finds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
+from megazero.config.named import undecided, value_in, with_values
 from megazero.config.run import RunConfig
 from megazero.operating_system import memory_bytes
 from megazero.parallel.launch import Launch
@@ -27,9 +33,10 @@ from megazero.planner.hardware import Hardware
 from megazero.planner.machines import MACHINES
 from megazero.planner.plan import Plan, make_plan
 from megazero.planner.predict import forecast_of
-from megazero.train.decisions import Decision, undecided, word_of
+from megazero.train.decisions import Decision, word_of
 from megazero.units import format_bytes
 
+_OF_CHECKPOINTS = ("partition_activations", "checkpoint_in_cpu")
 # Of a GPU's name, and the machine whose rates it has.
 _GPUS = (("H200", "h200"), ("H100", "dgx-h100"), ("B200", "gb200"), ("V100", "dgx2-v100"), ("", "dgx-a100"))
 
@@ -46,8 +53,7 @@ def decide_by_plan(config: RunConfig, vocab_size: int, device: torch.device, lau
     hardware = this_machine(device, max(launch.nodes.ranks_per_node))
     job = DryJob(config, vocab_size, launch.nodes, is_gpu=device.type == "cuda")
     chosen = choose(job, hardware)
-    section = chosen.plan.job.config.activations
-    return Decision({name: getattr(section, name) for name in undecided(config)}, chosen.reasons)
+    return Decision({name: value_in(chosen.plan.job.config, name) for name in undecided(config)}, chosen.reasons)
 
 
 def choose(job: DryJob, hardware: Hardware) -> Chosen:
@@ -55,20 +61,59 @@ def choose(job: DryJob, hardware: Hardware) -> Chosen:
     names = undecided(job.config)
     if not names:
         return Chosen(make_plan(job, hardware), ())
-    reasons: list[str] = []
-    tried: list[Plan] = []
-    for rung in ladder(job.config, is_gpu=job.is_gpu):
-        plans = [make_plan(replace(job, config=config), hardware) for config in rung]
-        reasons += [_line(plan, names) for plan in plans]
-        tried += plans
-        if fitting := [plan for plan in plans if plan.fits]:
-            best = min(fitting, key=_seconds)
-            break
+    tried = _tried(job, hardware)
+    reasons = [_line(plan, names) for plan in tried]
+    if fitting := [plan for plan in tried if plan.fits]:
+        best = min(fitting, key=_seconds)
     else:
         best = min(tried, key=lambda plan: plan.need(*plan.binding).total)
         reasons.append(f"auto: nothing fits {hardware.name}; what needs least is taken")
     values = ", ".join(_values(best.job.config, names))
     return Chosen(best, (*reasons, f"auto: {values}, predicted {_seconds(best):.3g} s a step on {hardware.name}"))
+
+
+def _tried(job: DryJob, hardware: Hardware) -> list[Plan]:
+    """Return plans of the choices that were run dry."""
+    rungs = list(ladder(job.config, is_gpu=job.is_gpu))
+    places = homes(job.config, is_gpu=job.is_gpu)
+    tried: list[Plan] = []
+
+    def run_dry(rung: int, place: int) -> Room:
+        configs = (with_values(config, places[place]) for config in rungs[rung])
+        plans = [make_plan(replace(job, config=config), hardware) for config in configs]
+        tried.extend(plans)
+        if any(plan.fits for plan in plans):
+            return Room.ENOUGH
+        return Room.LACKS_HOST if all(plan.missing_host_bytes > 0 for plan in plans) else Room.LACKS_DEVICE
+
+    walk(len(rungs), len(places), run_dry)
+    return tried
+
+
+class Room(Enum):
+    """The room that memory has for a job: enough, or else the host lacks some, or a device."""
+
+    ENOUGH = "enough"
+    LACKS_HOST = "lacks host"
+    LACKS_DEVICE = "lacks device"
+
+
+def walk(rungs: int, places: int, run_dry: Callable[[int, int], Room]) -> None:
+    """Run choices dry until all are among them that fit, and of which nothing can be taken away.
+
+    A choice is a rung and a place, by their numbers: with either of them a device holds less, and with places the host
+    more.  So at most as many are run as there are of both together.
+    """
+    first = run_dry(0, 0)
+    if first is Room.ENOUGH:
+        return
+    rung, place = 0, places - 1
+    while rung < rungs and place >= 0:
+        room = first if rung == place == 0 else run_dry(rung, place)
+        if room is Room.ENOUGH or (room is Room.LACKS_HOST and place > 0):
+            place -= 1
+        else:
+            rung += 1
 
 
 def ladder(config: RunConfig, *, is_gpu: bool) -> Iterator[list[RunConfig]]:
@@ -93,13 +138,27 @@ def ladder(config: RunConfig, *, is_gpu: bool) -> Iterator[list[RunConfig]]:
         yield [replace(config, activations=replace(section, **values)) for values in rung]
 
 
+def homes(config: RunConfig, *, is_gpu: bool) -> list[dict[str, str]]:
+    """Return the places of states that the settings leave open, each with more in host memory than the one before it.
+
+    What a CPU computes with is host memory already.
+    """
+    opened = [name for name in ("offload_optimizer", "offload_param") if value_in(config, name) == "auto"]
+    away = range(len(opened) + 1 if is_gpu else 1)
+    return [{name: "cpu" if at < count else "none" for at, name in enumerate(opened)} for count in away]
+
+
 def this_machine(device: torch.device, ranks_per_node: int) -> Hardware:
     """Return the machine at hand: the memory that it has, and the rates of the machine with a name that is nearest."""
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         near = next(machine for word, machine in _GPUS if word in found.name)
         return replace(
-            MACHINES[near], name=found.name, memory_bytes=found.total_memory, devices_per_node=ranks_per_node
+            MACHINES[near],
+            name=found.name,
+            memory_bytes=found.total_memory,
+            host_memory_bytes=memory_bytes() or MACHINES[near].host_memory_bytes,
+            devices_per_node=ranks_per_node,
         )
     machine = MACHINES["cpu"]
     nbytes = memory_bytes() or machine.host_memory_bytes
@@ -128,10 +187,8 @@ def _line(plan: Plan, names: tuple[str, ...]) -> str:
 
 def _values(config: RunConfig, names: tuple[str, ...]) -> Iterator[str]:
     """Yield the settings with their values; of checkpoints only where there are some."""
-    section = config.activations
-    for name in names:
-        if name == "recompute_granularity" or section.recompute_granularity == "full":
-            yield f"{name} {word_of(getattr(section, name))}"
+    of_checkpoints = () if config.activations.recompute_granularity == "full" else _OF_CHECKPOINTS
+    yield from (f"{name} {word_of(value_in(config, name))}" for name in names if name not in of_checkpoints)
 
 
 def _seconds(plan: Plan) -> float:

@@ -16,17 +16,4 @@ def recomputed_layers_exist(config: RunConfig, world_size: int) -> Iterator[Prob
         )
 
 
-def what_decides_can_be_planned(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    names = ("recompute_granularity", "partition_activations", "checkpoint_in_cpu")
-    automatic = [f"--{name.replace('_', '-')} auto" for name in names if getattr(config.activations, name) == "auto"]
-    in_files = [
-        f"--{name.replace('_', '-')} nvme"
-        for name in ("offload_optimizer", "offload_param")
-        if getattr(config.zero, name) == "nvme"
-    ]
-    if automatic and in_files:
-        rule = "auto is decided by a plan of the run, which runs no states in files yet"
-        yield Problem(f"{automatic[0]} with {in_files[0]}", rule, f"{automatic[0].removesuffix('auto')}VALUE")
-
-
-RULES = (recomputed_layers_exist, what_decides_can_be_planned)
+RULES = (recomputed_layers_exist,)

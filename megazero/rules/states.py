@@ -156,6 +156,15 @@ def late_updates_have_their_gradients(zero: ZeroConfig, precision: PrecisionConf
         yield Problem(given, rule, f"{spell('delayed_parameter_update')}, or {spell('offload_gradients_nvme')}")
 
 
+def late_updates_are_asked_for(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    if zero.delayed_parameter_update and zero.offload_optimizer == "auto":
+        given = f"{spell('delayed_parameter_update')} with {spell('offload_optimizer')} auto"
+        rule = "late updates are another training, which no plan of memory and time may choose"
+        yield Problem(
+            given, rule, f"{spell('offload_optimizer')} cpu, or leave out {spell('delayed_parameter_update')}"
+        )
+
+
 def late_updates_need_no_norms(optimizer: str, named: str, zero: ZeroConfig, spell: Spell) -> Iterator[Problem]:
     """Yield the problem of an optimizer that cannot update beside the next step.
 
@@ -201,6 +210,7 @@ STATE_RULES: tuple[StateRule, ...] = (
     what_is_offloaded_is_partitioned,
     states_in_files_have_a_folder,
     late_updates_have_their_gradients,
+    late_updates_are_asked_for,
     replicas_are_given_once,
     quantized_numbers_have_a_form,
     encoded_partitions_are_in_memory,

@@ -14,19 +14,19 @@ import torch
 from megazero.checkpoint.fallback import Taken
 from megazero.comm.startup import SharedStore, publish
 from megazero.command_line.parse import from_yaml
+from megazero.config.named import undecided, value_in, with_values
 from megazero.config.run import RunConfig
 from megazero.errors import ConfigError, Problem
 from megazero.parallel.launch import Launch
 from megazero.train.pipeline_stages import activation_config
 
-AUTOMATIC = ("recompute_granularity", "partition_activations", "checkpoint_in_cpu")
 WORLD_SIZE_KEY = "world_size"  # of what a checkpoint holds of its run's progress
 _SECTIONS = ("parallel", "zero", "precision", "curriculum")
 _SIZES = ("micro_batch_size", "global_batch_size")
 
 
 class Decision(NamedTuple):
-    """Values of the activation section's settings, by name, and the lines that say why."""
+    """Values of settings, by name, and the lines that say why."""
 
     values: Mapping[str, Any]
     reasons: tuple[str, ...]
@@ -40,11 +40,6 @@ def nothing_decides(config: RunConfig, device: torch.device, launch: Launch) -> 
     names = undecided(config)
     rule = "the command line decides what is left to it, by a plan of the run"
     raise ConfigError(Problem(", ".join(f"{name} auto" for name in names), rule, "megazero pretrain, or a value"))
-
-
-def undecided(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the settings that are "auto"."""
-    return tuple(name for name in AUTOMATIC if getattr(config.activations, name) == "auto")
 
 
 def decide_first(
@@ -72,7 +67,7 @@ def decided(
         values, reasons = json.loads(publish(store, "decision", None if decision is None else json.dumps(decision)))
         decision = Decision(values, tuple(reasons))
     assert decision is not None, "rank 0 has decided"
-    return replace(config, activations=replace(config.activations, **decision.values)), decision.reasons
+    return with_values(config, decision.values), decision.reasons
 
 
 def kept(config: RunConfig, found: Taken | None, world_size: int) -> Decision | None:
@@ -83,9 +78,8 @@ def kept(config: RunConfig, found: Taken | None, world_size: int) -> Decision | 
         saved = from_yaml(found.checkpoint.config_yaml, origin=str(found.checkpoint.folder))
     except ConfigError:  # a checkpoint of another version, whose settings this one cannot read
         return None
-    values = {name: getattr(saved.activations, name) for name in undecided(config)}
-    now = replace(config, activations=replace(config.activations, **values))
-    if list(_basis(saved)) != list(_basis(now)):
+    values = {name: value_in(saved, name) for name in undecided(config)}
+    if list(_basis(saved)) != list(_basis(with_values(config, values))):
         return None
     return Decision(values, tuple(f"{name} auto: {word_of(value)}, as before" for name, value in values.items()))
 

@@ -153,6 +153,18 @@ def test_auto_is_for_runs_whose_sizes_are_known() -> None:
         megazero.initialize(Tower(recomputes=True), foreign)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero": {"zero_stage": 3, "offload_param": "auto"}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}, "train_batch_size": 4},
+    ],
+)
+def test_homes_are_left_to_runs_too(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"known before the model runs\n.*megazero\.plan shows"):
+        megazero.initialize(Tower(recomputes=True), config)
+
+
 def differing(rank: int) -> str:
     """Return the error's message when the tensor-parallel ranks have been given different data."""
     engine = megazero.initialize(

@@ -1,6 +1,5 @@
 """Each rule about recomputation is broken by its own row of the table, and the values it names as legal satisfy it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,10 +33,3 @@ def test_recomputed_layers_are_layers_of_the_model() -> None:
     assert found.legal == "--recompute-num-layers 2, --num-layers 5"
     assert check(make_run(recompute_num_layers=2, **FULL), 1) == ()
     assert check(make_run(recompute_num_layers=5, num_layers=5, **FULL), 1) == ()
-
-
-def test_what_decides_is_planned(tmp_path: Path) -> None:
-    files = {"zero_stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)}
-    (found,) = check(make_run(recompute_granularity="auto", **files), 1)
-    assert found.given == "--recompute-granularity auto with --offload-optimizer nvme"
-    assert check(make_run(**FULL, **files), 1) == ()

@@ -72,6 +72,18 @@ def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
             )
             for stage in range(3)
         ),
+        (
+            {"zero_stage": 0, "offload_optimizer": "auto"},
+            {},
+            "<offload_optimizer> auto with <zero_stage> 0",
+            "<zero_stage> 1, or <offload_optimizer> none",
+        ),
+        (
+            {"zero_stage": 1, "offload_optimizer": "auto", "delayed_parameter_update": True},
+            {},
+            "<delayed_parameter_update> with <offload_optimizer> auto",
+            "<offload_optimizer> cpu, or leave out <delayed_parameter_update>",
+        ),
         *(
             (
                 {"zero_stage": 1, **FILES, "offload_gradients_nvme": with_gradients, "offload_buffer_count": least - 1},

@@ -11,11 +11,12 @@ from support.small_runs import tiny_run
 from torch.distributed import HashStore
 
 from megazero.command_line.parse import from_yaml
+from megazero.config.named import undecided, value_in
 from megazero.config.run import RunConfig
 from megazero.errors import ConfigError
 from megazero.parallel.launch import Launch
 from megazero.train.build import check_checkpoint
-from megazero.train.decisions import Decision, decide_first, decided, kept, undecided
+from megazero.train.decisions import Decision, decide_first, decided, kept
 from megazero.train.program import pretrain
 from megazero.train.start.check import check
 
@@ -24,12 +25,28 @@ AUTO: dict[str, Any] = {
     "recompute_granularity": "auto",
     "partition_activations": "auto",
     "checkpoint_in_cpu": "auto",
+    "offload_optimizer": "auto",
     "contiguous_checkpointing": True,
+    "zero_stage": 1,
 }
 FULL = Decision(
-    {"recompute_granularity": "full", "partition_activations": False, "checkpoint_in_cpu": True}, ("because",)
+    {
+        "recompute_granularity": "full",
+        "partition_activations": False,
+        "checkpoint_in_cpu": True,
+        "offload_optimizer": "cpu",
+    },
+    ("because",),
 )
-NONE = Decision({"recompute_granularity": "none", "partition_activations": False, "checkpoint_in_cpu": False}, ())
+NONE = Decision(
+    {
+        "recompute_granularity": "none",
+        "partition_activations": False,
+        "checkpoint_in_cpu": False,
+        "offload_optimizer": "none",
+    },
+    (),
+)
 
 
 def _refuse(config: RunConfig, device: torch.device, launch: Launch) -> Decision:
@@ -45,11 +62,13 @@ def test_a_run_keeps_its_decision(
     assert pretrain(config, ALONE, check(config, ALONE), lambda *_: decision) == 0
     assert all(reason in capsys.readouterr().out for reason in decision.reasons)
     saved = from_yaml((tmp_path / "config.yaml").read_text(), origin="")
-    assert {name: getattr(saved.activations, name) for name in undecided(config)} == decision.values
+    assert {name: value_in(saved, name) for name in undecided(config)} == decision.values
     longer = replace(config, training=replace(config.training, train_iters=3))
     assert pretrain(longer, ALONE, check(longer, ALONE), _refuse) == 0
     word = decision.values["recompute_granularity"]
-    assert f"recompute_granularity auto: {word}, as before" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"recompute_granularity auto: {word}, as before" in printed
+    assert f"offload_optimizer auto: {decision.values['offload_optimizer']}, as before" in printed
     inputs = check(longer, ALONE)
     found = check_checkpoint(longer, inputs, 1)
     assert kept(longer, found, 1) is not None
@@ -76,7 +95,8 @@ def test_the_first_rank_decides_for_all() -> None:
     decisions = [decide_first(config, None, device, Launch(rank, 3, rank), decide) for rank in range(3)]
     assert asked == [0] and decisions[1:] == [None, None]
     found = [decided(config, decision, store) for decision in decisions]
-    assert [one.activations for one, _ in found] == [replace(config.activations, **FULL.values)] * 3
+    assert [{name: value_in(one, name) for name in FULL.values} for one, _ in found] == [FULL.values] * 3
+    assert {one.activations.contiguous_checkpointing for one, _ in found} == {True}
     assert [reasons for _, reasons in found] == [("because",)] * 3
 
 

@@ -2,8 +2,8 @@
 
 `read_file` returns a JSON file's mapping, `read` a mapping's `ParsedFile`: the values by key, in the key's type, with
 all problems.  "auto" stands for megazero's own default, except on a key that has a value of this name
-(partition_activations, cpu_checkpointing).  The tables in keys.py decide the outcome for each key; sections.py
-translates the values into settings, for the library and for a run.
+(partition_activations, cpu_checkpointing, the device of what is offloaded).  The tables in keys.py decide the outcome
+for each key; sections.py translates the values into settings, for the library and for a run.
 """
 
 import json

@@ -6,7 +6,6 @@ memory, and tensor parallelism without a split sequence the messages of one with
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from megazero.command_line.flags import split_words
 from megazero.command_line.names import spellings
 from megazero.command_line.parse import resolve
 from megazero.config import derived
+from megazero.config.named import undecided, value_in, with_values
 from megazero.config.run import FIELDS, RunConfig
 from megazero.config.validate import INFO
 from megazero.errors import ConfigError, Problem, UserError, raise_problems
@@ -119,16 +119,12 @@ def _is_chosen(name: str) -> bool:
 
 
 def _choice_of(config: RunConfig) -> LayoutChoice:
-    return LayoutChoice(**{name: getattr(getattr(config, INFO[name].section), name) for name in LayoutChoice._fields})
+    return LayoutChoice(**{name: value_in(config, name) for name in LayoutChoice._fields})
 
 
 def configured(config: RunConfig, choice: LayoutChoice, samples: int) -> RunConfig:
     """Return the configuration with a choice's values and a global batch."""
-    sections: dict[str, dict[str, Any]] = {"training": {"global_batch_size": samples}}
-    for name, value in choice._asdict().items():
-        sections.setdefault(INFO[name].section, {})[name] = value
-    changed = {section: replace(getattr(config, section), **values) for section, values in sections.items()}
-    return replace(config, **changed)
+    return with_values(config, {"global_batch_size": samples, **choice._asdict()})
 
 
 def flags(run: AdvisedRun, choice: LayoutChoice) -> tuple[str, ...]:
@@ -152,10 +148,7 @@ def legal(run: AdvisedRun, choice: LayoutChoice, nodes: Nodes) -> Wanted | None:
 
 def _plain(config: RunConfig) -> RunConfig:
     """Return the configuration without what "auto" would add: what an advisor chooses itself, and slices."""
-    off: dict[str, Any] = {"recompute_granularity": "none", "partition_activations": False, "checkpoint_in_cpu": False}
-    section = config.activations
-    chosen = {name: value for name, value in off.items() if getattr(section, name) == "auto"}
-    return replace(config, activations=replace(section, **chosen))
+    return with_values(config, {name: INFO[name].default for name in undecided(config)})
 
 
 def choices(run: AdvisedRun, nodes: Nodes) -> Iterator[LayoutChoice]:

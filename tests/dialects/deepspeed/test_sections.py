@@ -284,6 +284,7 @@ def moved(stage: int, **zero: Any) -> tuple[ZeroConfig, ParsedFile]:
         ({"offload_param": CPU}, "none", "cpu"),
         ({"offload_optimizer": CPU, "offload_param": CPU}, "cpu", "cpu"),
         ({"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}, "none", "none"),
+        ({"offload_optimizer": {"device": "auto"}, "offload_param": {"device": "auto"}}, "auto", "auto"),
         ({"cpu_offload": True}, "cpu", "none"),
         ({"cpu_offload": False, "cpu_offload_param": False}, "none", "none"),
         (OLD_PARAM, "none", "cpu"),
