@@ -93,9 +93,7 @@ def join(
     processes wait for each other; by default the same.  Raises TopologyError when the backend doesn't fit the device,
     the processes don't meet or have different backends, or two of them have the same GPU.
     """
-    chosen = _choose_backend(backend, device)
-    if backend == "nccl" != chosen:
-        Console(launch.rank).line("--distributed-backend nccl: PyTorch sees no GPU on this machine, so gloo is used")
+    chosen = choose_backend(backend, device, launch.rank)
     if launch.world_size == 1:
         return None
     joining = timedelta(minutes=timeout_minutes if join_minutes is None else join_minutes)
@@ -127,11 +125,17 @@ def publish(store: SharedStore, key: str, text: str | None) -> str:
     return str(store.get(key).decode())
 
 
-def _choose_backend(name: str, device: torch.device) -> str:
+def choose_backend(name: str, device: torch.device, rank: int, *, setting: str = "--distributed-backend ") -> str:
+    """Return the backend for a device: for "auto" that which fits, and on CPUs gloo for "nccl", as rank 0 prints.
+
+    setting: what stands before the name where a user gives it.  Raises TopologyError if the two do not fit.
+    """
     fitting = {"cuda": "nccl", "cpu": "gloo"}[device.type]
-    if name == "gloo" != fitting:
-        rule = f"gloo doesn't move {device.type} memory, and this run's device is {device.type}"
-        raise TopologyError(Problem(f"--distributed-backend {name}", rule, f"--distributed-backend {fitting}"))
+    if name == "nccl" != fitting:
+        Console(rank).line(f"{setting}{name}: PyTorch sees no GPU on this machine, so {fitting} is used")
+    elif name not in ("auto", fitting):
+        rule = f"{name} doesn't move {device.type} memory, and this run's device is {device.type}"
+        raise TopologyError(Problem(f"{setting}{name}", rule, f"{setting}{fitting}"))
     return fitting
 
 

@@ -54,6 +54,11 @@ class TrainingConfig:
         help="save and exit once there is a file of this name, which rank 0 looks for at every step; while it is there"
         " no run starts",
     )
+    trigger_path: Path | None = setting(
+        None,
+        help="folder that rank 0 looks into at every step: a file named save there makes the run save, and is removed"
+        " then; a file named exit makes it save and exit, and while it is there no run starts",
+    )
     compile: Literal["auto", "on", "max", "off"] = setting(
         "auto",
         help="compile transformer blocks with torch.compile, which takes some seconds before the first step; auto is on"
@@ -70,7 +75,7 @@ class TrainingConfig:
     exit_status_when_stopped: int | None = setting(
         None,
         help="exit status of a run that has saved and stopped before its last step: by a signal, at exit_interval or"
-        " after exit_duration_in_mins or kill_switch_path; without it 0, as of a run that has finished",
+        " after exit_duration_in_mins, kill_switch_path or trigger_path; without it 0, as of a run that has finished",
         beyond="0 to 3 stand for finished runs and of errors, those above 125 of signals",
         ge=4,
         le=125,

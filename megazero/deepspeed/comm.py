@@ -36,7 +36,7 @@ from torch.distributed import (
     send,
 )
 
-from megazero.comm.startup import choose_device, join
+from megazero.comm.startup import choose_backend, choose_device, join
 from megazero.config import derived
 from megazero.config.engine_sections import LimitConfig
 from megazero.deepspeed.missing import missing_name, refuse
@@ -99,7 +99,8 @@ def init_distributed(
     """Make torch's default process group, also of one process; do nothing if there is one.
 
     The launcher's variables (torchrun's or Slurm's) give rank and number of processes, unless `init_method` is given.
-    dist_backend: "nccl" on GPUs, "gloo" elsewhere; None chooses.  timeout: the limit of every collective.
+    dist_backend: "nccl" on GPUs, "gloo" elsewhere, where "nccl" is taken for it; None chooses.
+    timeout: the limit of every collective.
     dist_init_required: False raises UsageError if there is no group.
     auto_mpi_discovery, verbose: MPI's variables are not read, and nothing is printed, whatever they are.
     """
@@ -112,10 +113,7 @@ def init_distributed(
         raise refuse("dist_init_required=False without a process group", rule, "dist_init_required=None")
     launch = Launch.from_environment()
     device = choose_device("auto", launch)
-    backend = {"cuda": "nccl", "cpu": "gloo"}[device.type]
-    if dist_backend not in (None, backend):
-        rule = f"this process's device is {device.type}"
-        raise refuse(f"dist_backend={dist_backend!r}", rule, f"dist_backend={backend!r}, or None")
+    backend = choose_backend(dist_backend or "auto", device, launch.rank, setting="dist_backend=")
     if init_method is not None:
         dist.init_process_group(backend, init_method, timeout, world_size=world_size, rank=rank)
     elif launch.world_size == 1:

@@ -107,7 +107,11 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 # {flag with a value: the shorthand that the two are}
 NAMED: Mapping[tuple[str, str], str] = MappingProxyType(
-    {("glu-activation", "swiglu"): "swiglu", ("attention-head-type", "multiquery"): "group-query-attention"}
+    {
+        ("glu-activation", "swiglu"): "swiglu",
+        ("attention-head-type", "multiquery"): "group-query-attention",
+        ("main-grads-dtype", "bf16"): "grad-reduce-in-bf16",
+    }
 )
 
 # {other name of a type of tokenizer: megazero's}
@@ -417,7 +421,6 @@ REFUSED: Mapping[str, str] = _rows(
         ("special tokens have the names that Megatron-LM's defaults give them", "tiktoken-special-tokens"),
         ("the micro-batches of a step follow from the sizes of the batch", "gas"),
         ("every layer computes all tokens of a row", "random-ltd"),
-        ("signals ask a run to save and stop, and one file does", "trigger-path"),
         (
             "sample k of the run is a function of the seed and k, in an order that no file holds",
             "train-doc-idx-path train-sample-idx-path train-shuffle-idx-path",
@@ -462,7 +465,6 @@ INSTEAD: Mapping[str, str] = _rows(
         ("--swiglu", "glu-activation"),
         ("--group-query-attention --num-query-groups N", "attention-head-type"),
         ("--accumulate-allreduce-grads-in-fp32 false", "main-grads-dtype"),
-        ("--kill-switch-path FILE", "trigger-path"),
         ("--config DIR/config.yaml", "use-checkpoint-args"),
         ("--load DIR --finetune", "reset-iteration no-load-lr-state"),
         ("--global-batch-size SAMPLES", "gas"),

@@ -187,6 +187,7 @@ TOKENIZER_FILES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("TikTokenizer", ("tokenizer_model",)),
 )
 JSON_FILE = "tokenizer.json"
+SAVE_TRIGGER, EXIT_TRIGGER = "save", "exit"  # files in the folder of --trigger-path
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -254,9 +255,12 @@ def folders_are_folders(config: RunConfig, world_size: int) -> Iterator[Problem]
 
 
 def no_kill_switch_is_there(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    switch = config.training.kill_switch_path
+    switch, triggers = config.training.kill_switch_path, config.training.trigger_path
     if switch is not None and switch.exists():
         yield Problem(f"--kill-switch-path {switch}", "while this file is there no run starts", f"rm {switch}")
+    if triggers is not None and (triggers / EXIT_TRIGGER).exists():
+        given, legal = f"--trigger-path {triggers}, with the file {EXIT_TRIGGER}", f"rm {triggers / EXIT_TRIGGER}"
+        yield Problem(given, "while this file is there no run starts", legal)
 
 
 def reports_can_be_written(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -707,6 +707,7 @@ def _timetable(config: RunConfig, train_iters: int) -> Timetable:
         exit_interval=config.training.exit_interval,
         exit_after_seconds=None if minutes is None else 60 * minutes,
         kill_switch=config.training.kill_switch_path,
+        triggers=config.training.trigger_path,
     )
 
 

@@ -33,6 +33,7 @@ from megazero.report.step_profile import StepProfile
 from megazero.report.stragglers import OwnTime, StragglerReport
 from megazero.report.timing_report import TimingReport
 from megazero.report.writers import MetricsWriter
+from megazero.rules.files import EXIT_TRIGGER, SAVE_TRIGGER
 from megazero.signals import StopRequest
 from megazero.timers import Timings
 from megazero.train.context import StepContext
@@ -52,7 +53,7 @@ from megazero.zero.step import first_overflow
 class Timetable:
     """The intervals, in steps, at which the run evaluates, saves and exits; None: never.
 
-    kill_switch: the file that ends the run when it is there.
+    kill_switch: the file that ends the run when it is there.  triggers: the folder of files that make it save or end.
     """
 
     train_iters: int
@@ -62,6 +63,7 @@ class Timetable:
     exit_interval: int | None
     exit_after_seconds: float | None
     kill_switch: Path | None = None
+    triggers: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,8 @@ class _Loop:
         on_cpu = run.context.mesh.device.type == "cpu"
         self._max_pending = 0 if on_cpu or run.context.checks_overflow else 1
         self._first_iteration = run.state.iteration + 1
-        self._stops = False
+        self._stops = self._saves = False
+        self._may_be_triggered = True
         self._reported: _PendingStep | None = None
         self._saved_iteration = run.saver.saved_iteration if run.saver else None
         self._evaluated_iteration: int | None = None
@@ -202,8 +205,10 @@ class _Loop:
         while not self._stops and self._has_step_to_train():
             self._one_step()
             # Save before evaluating: an evaluation can take long, fail, or be cut short.
-            if _is_due(timetable.save_interval, state.iteration):
+            if _is_due(timetable.save_interval, state.iteration) or self._saves:
                 self._save()
+            if self._saves:
+                self._take_back_trigger()
             if _is_due(timetable.eval_interval, state.iteration) and not self._stops:
                 self._evaluate("validation")
             reason = self._reason_to_exit()
@@ -268,7 +273,8 @@ class _Loop:
         )
         momentum, weight_decay = rates.momentum(progress), rates.weight_decay_at(progress)
         decoupled_lr = rates.decoupled_at(progress)
-        controls = StepControls(lr, scale, self._wants_to_stop(), momentum, weight_decay, decoupled_lr)
+        stop, save = self._wants_to_stop(), self._may_be_triggered and self._is_triggered(SAVE_TRIGGER)
+        controls = StepControls(lr, scale, stop, momentum, weight_decay, decoupled_lr, save)
         report = training_step(self._context, batch, controls)
         statistics = self._statistics(next_iteration)
         before = replace(self._state)
@@ -320,7 +326,7 @@ class _Loop:
         while len(self._pending) > max_pending:
             pending = self._pending.popleft()
             self._reported = pending
-            loss, norm, stops, skipped, overflow, *statistics = pending.figures.read()
+            loss, norm, stops, skipped, overflow, saves, *statistics = pending.figures.read()
             bad = BadStep(pending.batch, pending.loss_scale, int(overflow))
             is_overflow = skipped > 0 and self._context.checks_overflow
             name = first_overflow(self._context.engine, bad.overflow) if is_overflow else ""
@@ -330,7 +336,7 @@ class _Loop:
                 layers = layers_of(self._context.engine) if choice.layer_grad_norms else ()
                 taken = read_statistics(statistics, choice, layers, grad_norm=norm)
                 metrics = replace(metrics, statistics=taken)
-            self._stops = self._stops or stops > 0
+            self._stops, self._saves = self._stops or stops > 0, self._saves or saves > 0
             is_last = pending.iteration == self._run.timetable.train_iters
             part_times = self._run.reporting.part_times.step(
                 pending.iteration, pending.seconds, pending.timers, is_last=is_last
@@ -481,6 +487,20 @@ class _Loop:
                 writer.saved(self._state.iteration, ranks)
         self._restart_clock()
 
+    def _take_back_trigger(self) -> None:
+        """Remove the file that has made the run save; if that fails, no further one does."""
+        self._saves = False
+        path, console = self._run.timetable.triggers, self._run.reporting.console
+        if path is None or self._context.mesh.rank:
+            return
+        if self._run.saver is None:
+            console.line(f"{path / SAVE_TRIGGER}: without --save nothing is kept")
+        try:
+            (path / SAVE_TRIGGER).unlink(missing_ok=True)
+        except OSError as error:
+            self._may_be_triggered = False
+            console.line(f"{path / SAVE_TRIGGER} cannot be removed ({error.strerror}): it triggers no further saves")
+
     def _restart_clock(self) -> tuple[float, float]:
         """Return the seconds since the last call, and those of them without waits for other ranks."""
         before, self._mark = self._mark, (time.perf_counter(), self._context.mesh.meter.waited_seconds)
@@ -491,7 +511,7 @@ class _Loop:
         """Return the reason to end the run after this step, the same on all ranks; empty to continue."""
         timetable, iteration = self._run.timetable, self._state.iteration
         if self._stops:
-            why = self._stop.reason or "by another rank, the clock or the kill switch"
+            why = self._stop.reason or "by another rank, the clock or a file"
             return f"asked to stop after iteration {iteration} ({why})"
         if _is_due(timetable.exit_interval, iteration) and iteration < timetable.train_iters:
             return f"exit interval {timetable.exit_interval} reached at iteration {iteration}"
@@ -509,12 +529,19 @@ class _Loop:
         return reason
 
     def _wants_to_stop(self) -> bool:
-        """Return True if this rank requests the end of the run: by a signal, by the clock, or by the kill switch."""
+        """Return True if this rank requests the end of the run: by a signal, by the clock, or by a file."""
         limit, switch = self._run.timetable.exit_after_seconds, self._run.timetable.kill_switch
         is_late = limit is not None and time.monotonic() - self._started >= limit
-        # One rank asks the file system, which thousands of them would keep busy.
-        is_switched = switch is not None and self._context.mesh.world.rank == 0 and switch.exists()
-        return self._stop.requested or is_late or is_switched
+        return self._stop.requested or is_late or self._is_there(switch) or self._is_triggered(EXIT_TRIGGER)
+
+    def _is_triggered(self, name: str) -> bool:
+        """Return True on rank 0 if the folder of triggers has this file."""
+        triggers = self._run.timetable.triggers
+        return triggers is not None and self._is_there(triggers / name)
+
+    def _is_there(self, path: Path | None) -> bool:
+        """Return True on rank 0 if there is this file: thousands of ranks would keep the file system busy."""
+        return path is not None and self._context.mesh.world.rank == 0 and path.exists()
 
     def _announce(self) -> None:
         mesh, layout = self._context.mesh, self._context.engine.layout

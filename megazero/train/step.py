@@ -22,7 +22,8 @@ from megazero.zero.step import reduce_gradients, update_parameters
 class StepControls(NamedTuple):
     """The host's decisions for one step.
 
-    stop: True if this rank requests to end the run after it.  momentum: the optimizer's first beta; None: its own.
+    stop, save: True if this rank requests to end the run after it, or to save then.  momentum: the optimizer's first
+    beta; None: its own.
     weight_decay: that of the parameters which decay; None: the optimizer's own.
     decoupled_lr: the rate of parameters which have one of their own; None: there are none.
     """
@@ -33,14 +34,15 @@ class StepControls(NamedTuple):
     momentum: float | None = None
     weight_decay: float | None = None
     decoupled_lr: float | None = None
+    save: bool = False
 
 
 class StepReport(NamedTuple):
     """The figures of one step, float64 scalars on the device; the same on every rank but for `overflow`.
 
     loss: mean over the global batch's tokens.  grad_norm: before clipping, unscaled.
-    stop: the number of ranks that request the end of the run.  skipped: 1 if the step was skipped.
-    overflow: index of this rank's first parameter with a gradient that was not finite.
+    stop, save: the number of ranks that request the end of the run, or a checkpoint.  skipped: 1 if the step was
+    skipped.  overflow: index of this rank's first parameter with a gradient that was not finite.
     """
 
     loss: Tensor
@@ -48,6 +50,7 @@ class StepReport(NamedTuple):
     stop: Tensor
     skipped: Tensor
     overflow: Tensor
+    save: Tensor
 
 
 def training_step(context: StepContext, batch: StepBatch, controls: StepControls) -> StepReport:
@@ -64,9 +67,9 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
         passes.finish()
     context.mesh.meter.flight.activity = "update"
     counts = 1.0 if context.mesh.coordinate("tp") == 0 else 0.0  # all tensor-parallel ranks have the same loss
-    stop_flag = torch.full_like(passes.loss_sum, float(controls.stop))
-    reduced = reduce_gradients(engine, context.timers, passes.loss_sum * counts, passes.num_tokens * counts, stop_flag)
-    loss_sum, num_tokens, stop = reduced.figures
+    flags = (torch.full_like(passes.loss_sum, float(flag)) for flag in (controls.stop, controls.save))
+    reduced = reduce_gradients(engine, context.timers, passes.loss_sum * counts, passes.num_tokens * counts, *flags)
+    loss_sum, num_tokens, stop, save = reduced.figures
     num_tokens = num_tokens.clamp(min=1.0)
 
     write_momentum(engine.settings.optimizer.options, controls.momentum)
@@ -84,4 +87,6 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     if context.scales is not None:
         context.scales.end_step(update.skipped)
     skipped = torch.zeros_like(stop) if update.skipped is None else update.skipped
-    return StepReport(loss_sum / num_tokens, update.grad_norm, stop, skipped, reduced.first_overflow.to(stop.dtype))
+    return StepReport(
+        loss_sum / num_tokens, update.grad_norm, stop, skipped, reduced.first_overflow.to(stop.dtype), save
+    )

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 import megazero.deepspeed as deepspeed
 from megazero.deepspeed import scheduler_state
 from megazero.deepspeed.data import RepeatingLoader
-from megazero.errors import UsageError
+from megazero.errors import UsageError, UserError
 
 
 def test_missing_names() -> None:
@@ -89,11 +89,11 @@ def refused(rank: int, folder: str) -> None:
         other = torch.optim.SGD(net().parameters(), lr=0.1)
         expect("differ from the optimizer's", optimizer=other, model_parameters=net().parameters())
         with (
-            pytest.raises(UsageError, match="dist_backend='nccl'"),
+            pytest.raises(UserError, match="dist_backend=ccl"),
             patch("megazero.deepspeed.comm.is_initialized") as is_there,
         ):
             is_there.return_value = False
-            deepspeed.init_distributed("nccl")
+            deepspeed.init_distributed("ccl")
         with pytest.raises(TypeError, match="pipeline"):
             deepspeed.initialize(model=net(), config=content, pipeline=2)
         engine, _, loader, schedule = deepspeed.initialize(

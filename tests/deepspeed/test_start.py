@@ -1,4 +1,4 @@
-"""Tests which optimizer `deepspeed.initialize` takes where the program and the configuration both have a part in it."""
+"""Tests how programs start: which backend is taken, and which optimizer where program and file both name it."""
 
 import os
 import warnings
@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.deepspeed_programs import RATE, configuration, groups, net
 from support.processes import run_ranks
 
@@ -58,3 +59,16 @@ def one_optimizer(rank: int) -> None:
 @pytest.mark.gloo
 def test_one_optimizer() -> None:
     run_ranks(RANKS, one_optimizer)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nccl stays with a GPU")
+def test_nccl_is_gloo_on_a_machine_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """Published scripts name it always."""
+    with patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}):
+        try:
+            deepspeed.init_distributed("nccl")
+            assert dist.get_backend() == "gloo"
+        finally:
+            dist.destroy_process_group()
+    told = "dist_backend=nccl: PyTorch sees no GPU on this machine, so gloo is used"
+    assert capsys.readouterr().out.splitlines() == [told]

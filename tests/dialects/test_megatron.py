@@ -166,9 +166,8 @@ def test_flags_of_inner_workings_earn_a_notice_each() -> None:
         ("--non-persistent-save-interval 10", "give --save-interval"),
         ("--pretrained-checkpoint dir", "--load with --finetune"),
         ("--attention-head-type grouped", "--group-query-attention --num-query-groups N"),
-        ("--main-grads-dtype bf16", "--accumulate-allreduce-grads-in-fp32 false"),
+        ("--main-grads-dtype fp16", "--accumulate-allreduce-grads-in-fp32 false"),
         ("--exp-avg-dtype bf16", "have one format"),
-        ("--trigger-path dir", "--kill-switch-path FILE"),
         ("--random-ltd", "every layer computes all tokens of a row"),
         ("--train-doc-idx-path order.npy", "a function of the seed"),
     ],
@@ -178,6 +177,16 @@ def test_effects_that_are_not_there_are_refused(words: str, told: str) -> None:
         parse([*GOOD, *words.split()])
     (problem,) = error.value.problems
     assert problem.given == words and problem.rule.startswith("refused: ") and told in str(problem)
+
+
+@each("words", ["--main-grads-dtype bf16", "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32 false"])
+def test_gradients_in_bf16(words: str) -> None:
+    narrow = ["--bf16", "--use-precision-aware-optimizer", *words.split()]
+    assert not parse([*GOOD, *narrow]).config.precision.accumulate_allreduce_grads_in_fp32
+    if "fp32" in words:
+        return
+    with pytest.raises(ConfigError, match="accumulate"):
+        parse([*GOOD, *narrow, "--accumulate-allreduce-grads-in-fp32"])
 
 
 def test_gpt2s_files_alone_name_its_tokenizer() -> None:

@@ -73,6 +73,11 @@ ROWS: dict[str, Row] = {
         {"--position-embedding-type": "rope", "--kv-channels": "7"},
         ("7 of a head's 7 elements rotated", "is even", "--rotary-percent 0.857143", "--kv-channels WIDTH"),
     ),
+    "a trigger of the end that is there": Row(
+        {"--trigger-path": "{folder}/triggers"},
+        ("--trigger-path {folder}/triggers, with the file exit", "no run starts", "rm {folder}/triggers/exit"),
+        prepare=broken_files.exit_trigger,
+    ),
     "a kill switch that is there": Row(
         {"--kill-switch-path": "{folder}"},
         ("--kill-switch-path {folder}", "while this file is there no run starts", "rm {folder}"),

@@ -163,3 +163,8 @@ def _overwrite(path: Path, at: int, content: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(at)
         file.write(content)
+
+
+def exit_trigger(folder: Path) -> None:
+    (folder / "triggers").mkdir()
+    (folder / "triggers" / "exit").touch()

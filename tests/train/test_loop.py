@@ -95,20 +95,20 @@ def saved(folder: Path) -> list[int]:
             {"exit_duration_in_mins": 1e-9},
             "1",
             [1],
-            "asked to stop after iteration 1 (by another rank, the clock or the kill switch)",
+            "asked to stop after iteration 1 (by another rank, the clock or a file)",
         ),
         (
             {"kill_switch_path": "{folder}/save"},  # which the first checkpoint makes
             "1 2 3",
             [2, 3],
-            "asked to stop after iteration 3 (by another rank, the clock or the kill switch)",
+            "asked to stop after iteration 3 (by another rank, the clock or a file)",
         ),
         # A run that is asked to stop saves at once and does not evaluate, because the nodes may be taken away soon.
         (
             {"exit_duration_in_mins": 1e-9, "eval_iters": 1, "eval_interval": 1},
             "1",
             [1],
-            "asked to stop after iteration 1 (by another rank, the clock or the kill switch)",
+            "asked to stop after iteration 1 (by another rank, the clock or a file)",
         ),
     ],
     ids=str,
@@ -602,6 +602,47 @@ class Interrupted:
         return self.source.sample(k)
 
 
+@dataclass(frozen=True)
+class Touching(Samples):
+    """Samples of which one makes the files that are named for it."""
+
+    source: Samples
+    files: dict[int, Path]
+
+    @property
+    def seq_length(self) -> int:
+        return self.source.seq_length
+
+    def loss_mask(self, k: int) -> None:
+        """Every token is learnt."""
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        if k in self.files:
+            self.files[k].touch()
+        return self.source.sample(k)
+
+
+def triggered_run(rank: int, folder: Path, settings: dict[str, Any]) -> Told:
+    """Train on two ranks with one sample a step each; rank 0 touches triggers while it reads steps 2, 3 and 5."""
+    inputs = check(tiny_run(**settings), Launch(rank, 2, rank))
+    files = {2: folder / "save", 4: folder / "save", 8: folder / "exit"}
+    return train_run(rank, 2, settings, replace(inputs, train=Touching(inputs.train, files)))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("saves", [True, False])
+def test_files_trigger_saves_and_the_end(saves: bool, tmp_path: Path) -> None:
+    triggers = tmp_path / "triggers"
+    triggers.mkdir()
+    settings: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 50, "trigger_path": str(triggers)}
+    settings |= {"save": str(tmp_path / "save")} if saves else {}
+    zero, one = run_ranks(2, triggered_run, triggers, settings)
+    assert zero.reason == one.reason == "asked to stop after iteration 5 (by another rank, the clock or a file)"
+    assert saved(tmp_path) == ([2, 3, 5] if saves else [])
+    assert zero.text.count("without --save nothing is kept") == (0 if saves else 2)
+    assert [path.name for path in triggers.iterdir()] == ["exit"]
+
+
 def interrupted_run(rank: int, settings: dict[str, Any], at: int, number: signal.Signals) -> Told:
     """Train on two data-parallel ranks with one sample a step each; only the reader of sample `at` gets the signal."""
     inputs = check(tiny_run(**settings), Launch(rank, 2, rank))
@@ -615,7 +656,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signa
     # Step 3 has samples 4 and 5, of which rank 1 reads sample 5.
     zero, one = run_ranks(2, interrupted_run, settings, 5, number)
     assert one.reason == f"asked to stop after iteration 3 ({number.name})"
-    assert zero.reason == "asked to stop after iteration 3 (by another rank, the clock or the kill switch)"
+    assert zero.reason == "asked to stop after iteration 3 (by another rank, the clock or a file)"
     assert saved(tmp_path) == [3]
     assert zero.text.count("saved checkpoint of iteration 3") == 1 and one.text == ""
 
@@ -641,7 +682,7 @@ def test_a_signal_to_one_rank_cuts_an_evaluation_short_on_all(tmp_path: Path) ->
     # Batch 1 has samples 2 and 3, of which rank 1 reads sample 3; a wish is exchanged before the next batch.
     zero, one = run_ranks(2, interrupted_evaluation, 2, settings, "valid", 3)
     assert one.reason == "asked to stop after iteration 2 (SIGTERM)"
-    assert zero.reason == "asked to stop after iteration 2 (by another rank, the clock or the kill switch)"
+    assert zero.reason == "asked to stop after iteration 2 (by another rank, the clock or a file)"
     assert "validation at iteration 2 cut short by the request to stop: no loss is reported" in zero.text
     assert (saved(tmp_path), places(tmp_path)) == ([2], "1 2")
 

@@ -52,7 +52,7 @@ def config_of(*, tp: int = 1, dp: int = 1, stage: int = 0, accumulation: int = 1
 
 def figures(report: StepReport) -> list[float]:
     """Return the figures that all ranks have in common."""
-    values: list[float] = torch.stack(report[:-1]).tolist()
+    values: list[float] = torch.stack(report[:4]).tolist()
     return values
 
 
