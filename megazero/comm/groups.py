@@ -63,11 +63,17 @@ def splits(topology: Topology) -> tuple[Split, ...]:
     ENDS comes last: the stages between the ends are in none of its groups, and torch names a group by the number of
     those before it, which must be the same on all members.
     """
+    keys = split_keys(topology)
+    groups = {axis: topology.groups(axis) for axis in dict.fromkeys(keys.values())}
+    return tuple(Split(key, axis, groups[axis]) for key, axis in keys.items())
+
+
+def split_keys(topology: Topology) -> dict[str, str]:
+    """Return {key: axis} of the splits of a mesh."""
     keys = {axis: axis for axis in AXES} | {GATHERING: "dp"}
     keys |= shard_keys(topology)
     keys |= dict.fromkeys(channel_keys(topology.pp), "pp") | {ENDS: ENDS}
-    groups = {axis: topology.groups(axis) for axis in dict.fromkeys(keys.values()) if topology.size(axis) > 1}
-    return tuple(Split(key, axis, groups[axis]) for key, axis in keys.items() if axis in groups)
+    return {key: axis for key, axis in keys.items() if topology.size(axis) > 1}
 
 
 def shard_keys(topology: Topology) -> dict[str, str]:

@@ -32,7 +32,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.planner.allocator import ROUNDING, AllocatorModel, CachingAllocator, ExactAllocator
 from megazero.planner.dry_homes import DryHomes
-from megazero.planner.hollow import Hollow
+from megazero.planner.hollow import Hollow, Operators
 from megazero.planner.kernels import kernels
 from megazero.planner.recorder import Recorder, RecordingTrace, SourceLine
 from megazero.planner.trace import Part, RankTrace
@@ -152,20 +152,20 @@ class RankRecord(NamedTuple):
 
 
 @contextmanager
-def dry_tensors(ledger: Ledger | None = None) -> Iterator[None]:
+def dry_tensors(ledger: Ledger | None = None, operators: Operators | None = None) -> Iterator[None]:
     """Make all tensors hollow inside, and draw no initial values, for which parameters have no memory.
 
-    ledger: the one that counts them, which is called where a storage is resized.
+    ledger: the one that counts them, which is called where a storage is resized.  operators: those found so far.
     """
-    hollow = Hollow() if ledger is None else Hollow(ledger.storage_resized)
+    hollow = Hollow(operators=operators) if ledger is None else Hollow(ledger.storage_resized, operators)
     with hollow, patch.object(initial_values, "_slices", lambda spec, seed: ()):
         yield
 
 
 class DryRank:
-    """One rank of a job, in the contexts that make it dry; close it with the stack."""
+    """One rank of a job, in the contexts that make it dry; close it with the stack.  operators: those found so far."""
 
-    def __init__(self, job: PlannedJob, rank: int, stack: ExitStack) -> None:
+    def __init__(self, job: PlannedJob, rank: int, stack: ExitStack, operators: Operators | None = None) -> None:
         self.job, self.rank = job, rank
         self.allocator: AllocatorModel = CachingAllocator() if job.is_gpu else ExactAllocator()
         self.ledger = Ledger(
@@ -177,7 +177,8 @@ class DryRank:
         self.recorder = Recorder(self.ledger, job.topology, rank, job.nodes, is_gpu=job.is_gpu)
         self.homes = DryHomes(self.recorder)
         attention = kernels(is_gpu=job.is_gpu, attention=job.attention_backend)
-        for context in (dry_tensors(self.ledger), self.ledger, self.recorder, attention, self.homes.installed()):
+        tensors = dry_tensors(self.ledger, operators)
+        for context in (tensors, self.ledger, self.recorder, attention, self.homes.installed()):
             stack.enter_context(context)
         self.records: dict[Part, PartRecord] = {}
 
@@ -229,10 +230,10 @@ class DryRank:
         return RankRecord(trace, self.records, layout.used_numel(trainable=True), padded, file_bytes)
 
 
-def run_rank(job: DryJob, rank: int, parts: Sequence[Part]) -> RankRecord:
-    """Run a rank through these parts, in this order, the first of which is the start-up."""
+def run_rank(job: DryJob, rank: int, parts: Sequence[Part], operators: Operators | None = None) -> RankRecord:
+    """Run a rank through these parts, in this order, the first of which is the start-up; operators: those found."""
     with ExitStack() as stack:
-        dry = DryRank(job, rank, stack)
+        dry = DryRank(job, rank, stack, operators)
         made: list[RunComponents] = []
         dry.take("start-up", lambda: made.append(_build(dry, job)))
         core = made.pop()

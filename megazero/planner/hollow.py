@@ -15,8 +15,9 @@ import math
 import mmap
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, cast
 from unittest.mock import patch
 
@@ -30,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from megazero.errors import Problem, UsageError
 
 # Bytes of addresses, of the 2^47 that a process mostly has; a system that refuses gives as much as it does.
-RESERVED_BYTES = 1 << 45
+RESERVED_BYTES = 1 << 44
 _FEWEST_BYTES = 1 << 36
 _PAGE = 4096
 _CPU = torch.device("cpu")
@@ -82,21 +83,36 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     nbytes: int
 
 
+@dataclass
+class Operators:
+    """The operators that have been called with hollow tensors; runs that share them find each only once.
+
+    manners: by operator.  results: by operator and forms of arguments, with a form for every tensor; and whether all of
+    these are small.
+    """
+
+    manners: dict[Any, _Manner] = field(default_factory=dict)
+    results: dict[Any, tuple[Any, bool]] = field(default_factory=dict)
+
+
 class Hollow(TorchDispatchMode):
     """A dispatch mode in which tensors are hollow; modes that are entered later see the same operations.
 
     resized: called with a hollow storage whose bytes have changed by `resize_` of the storage itself.
     """
 
-    def __init__(self, resized: Callable[[torch.UntypedStorage], None] = lambda storage: None) -> None:
+    def __init__(
+        self,
+        resized: Callable[[torch.UntypedStorage], None] = lambda storage: None,
+        operators: Operators | None = None,
+    ) -> None:
         TorchDispatchMode.__init__(self)
         self._resized = resized
         self._reserved: mmap.mmap | None = None
         self._first = self._next = self._end = 0  # addresses; those before the next one have been given out
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # addresses given back, by their bytes
         self._blocks: dict[int, _Block] = {}
-        self._manners: dict[Any, _Manner] = {}
-        self._results: dict[Any, Any] = {}  # by operator and forms of arguments, with a form for every tensor
+        self._operators = Operators() if operators is None else operators
         self._fake = FakeTensorMode()
         self._contexts = ExitStack()
 
@@ -122,16 +138,17 @@ class Hollow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        manner = self._manners.get(func) or self._manners.setdefault(func, _manner(func))
+        manners, results = self._operators.manners, self._operators.results
+        manner = manners.get(func) or manners.setdefault(func, _manner(func))
         if manner.grows:
             self._grow(*args)
         if manner.is_run or (manner.needs_values and self._has_values(args, kwargs)):
             return func(*args, **(kwargs or {}))
         key = func, _signature(args), _signature([*kwargs.items()]) if kwargs else None
         try:
-            result, is_small = self._results[key]
+            result, is_small = results[key]
         except KeyError:
-            result, is_small = self._results[key] = self._result(func, args, kwargs or {})
+            result, is_small = results[key] = self._result(func, args, kwargs or {})
         if is_small and self._has_values(args, kwargs):
             return func(*args, **(kwargs or {}))
         if manner.given:
@@ -177,7 +194,7 @@ class Hollow(TorchDispatchMode):
 
     def _has_values(self, args: Any, kwargs: Any) -> bool:
         """Return True for arguments with tensors, none of which is hollow."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_meta]
+        tensors = [one for one in _tensors((*args, *(kwargs or {}).values())) if not one.is_meta]
         return bool(tensors) and not any(map(self._is_hollow, tensors))
 
     def _is_hollow(self, tensor: Tensor) -> bool:
@@ -289,6 +306,15 @@ def _signature(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple([_signature(one) for one in value])
     return (type(value), value) if isinstance(value, (bool, float)) else value  # 1 == 1.0 == True
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values and in lists and tuples of them, which are all that operators take."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _as_computed(func: Any, given: Sequence[Any], result: Any) -> Any:

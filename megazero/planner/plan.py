@@ -10,6 +10,7 @@ from megazero.comm.metered import Count
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.planner.dry_run import DryJob, PartRecord, PlannedJob, RankRecord, differing_ranks, run_rank
 from megazero.planner.hardware import Hardware
+from megazero.planner.hollow import Operators
 from megazero.planner.trace import JobTrace, Part
 
 # Collectives whose ranks send to their neighbour alone, as NCCL's do.
@@ -119,11 +120,17 @@ class Plan(JobPlan):
     job: DryJob
 
 
-def make_plan(job: DryJob, hardware: Hardware, *, parts: Sequence[Part] | None = None) -> Plan:
-    """Run the ranks of a job that differ dry.  parts: of them; by default all that the run has."""
+def make_plan(
+    job: DryJob, hardware: Hardware, *, parts: Sequence[Part] | None = None, operators: Operators | None = None
+) -> Plan:
+    """Run the ranks of a job that differ dry.
+
+    parts: of them; by default all that the run has.  operators: those that plans like this one have found so far.
+    """
+    found = Operators() if operators is None else operators
     began = time.perf_counter()
     chosen = tuple(parts_of(job) if parts is None else parts)
-    ranks = tuple(run_rank(job, rank, chosen) for rank in differing_ranks(job))
+    ranks = tuple(run_rank(job, rank, chosen, found) for rank in differing_ranks(job))
     return Plan(job, hardware, ranks, time.perf_counter() - began)
 
 

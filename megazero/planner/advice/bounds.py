@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from megazero.comm.groups import split_keys
+from megazero.comm.mesh import CONTROL
 from megazero.config import derived
 from megazero.config.optimizers import RUN_NAMES
 from megazero.parallel.nodes import Nodes
-from megazero.parallel.topology import REPLICAS, SHARDS, Topology
+from megazero.parallel.topology import ENDS, REPLICAS, SHARDS, Topology
 from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, configured
 from megazero.planner.costs import Group, attention_rate, collective_seconds, group_of
 from megazero.planner.curves import Curve, constant
@@ -86,7 +88,6 @@ class _Sent(NamedTuple):
 
     behind: seconds from its last reduction on.  reduced, gathered: seconds of messages of a micro-batch.  once: those
     of a step.  leased: gradients are reduced in every micro-batch.  memory: bytes of model states.
-    at_start: bytes of the parameters while they get initial values, which a rank draws before it partitions them.
     """
 
     behind: float
@@ -95,7 +96,6 @@ class _Sent(NamedTuple):
     once: float
     leased: bool
     memory: Mapping[str, int]
-    at_start: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Bounds:
         layout = self._once(("cut", choice[:5]), lambda: self._cut(choice))
         one = self._once(("layer", choice[:2], choice[4], choice[-2:]), lambda: self._passes(choice))
         itemsize = resolve(self.run.config.zero, self.run.config.precision).parameter.itemsize
-        stated = self.hardware.context_bytes + self.hardware.workspace_bytes
+        stated = self._once(("stated", choice[:2], choice[5:10]), lambda: self._stated(choice))
         memory: Mapping[str, int] = {}
         most, seconds = -1, 0.0
         before = _Pass()
@@ -127,9 +127,9 @@ class Bounds:
             )
             own = one.of_stage(layers, has_head=stage == last)
             saved = min(count, last + 1 - stage) * layers * one.saved * itemsize
-            for held in ({**sent.memory, "activations": saved}, {"parameters": sent.at_start}):
-                if sum(held.values()) > most:
-                    most, memory = sum(held.values()), {**held, "stated": stated}
+            held = sum(sent.memory.values()) + saved
+            if held > most:
+                most, memory = held, {**sent.memory, "activations": saved, "stated": stated}
             start = before.forward / layout.chunks
             work = start + count * (own.forward + own.backward)
             first = start + own.forward + (0 if sent.leased else (count - 1) * (own.forward + own.backward))
@@ -160,16 +160,22 @@ class Bounds:
 
     def _group(self, choice: LayoutChoice, axis: str) -> Group:
         """Return the group of a rank in the middle along an axis."""
-        places = choice[:2], choice[5:10]
-        found = self._once(("ranks", places), lambda: self._topology(choice))
+        found = self._topology(choice)
         rank = found.rank_of(pp=found.pp // 2)
         make = lambda: group_of(tuple(self.nodes.of_all(found.group_of(rank, axis))))  # noqa: E731
-        group: Group = self._once(("group", places, axis), make)
+        group: Group = self._once(("group", choice[:2], choice[5:10], axis), make)
         return group
 
     def _topology(self, choice: LayoutChoice) -> Topology:
         config = configured(self.run.config, choice, self.run.samples)
-        return topology(config, self.nodes.world_size, self.nodes)
+        make = lambda: topology(config, self.nodes.world_size, self.nodes)  # noqa: E731
+        found: Topology = self._once(("ranks", choice[:2], choice[5:10]), make)
+        return found
+
+    def _stated(self, choice: LayoutChoice) -> int:
+        """Return the bytes that no tensor accounts for, of a stage between the ends."""
+        hardware, keys = self.hardware, split_keys(self._topology(choice)).keys() - {ENDS, CONTROL}
+        return hardware.context_bytes + hardware.workspace_bytes + len(keys) * hardware.communicator_bytes
 
     def _saved(self, choice: LayoutChoice) -> int:
         """Return the least elements that a layer saves of a micro-batch."""
@@ -240,7 +246,7 @@ class Bounds:
         if config.model.lora_rank:  # frozen parameters have no other states
             parts = shards.size if plan.parameter.placement is Placement.PARTITIONED else 1
             held = numel * plan.parameter.itemsize // parts if plan.parameter.home is Home.DEVICE else 0
-            return _Sent(0.0, 0.0, 0.0, 0.0, leased=True, memory={"parameters": held}, at_start=0)
+            return _Sent(0.0, 0.0, 0.0, 0.0, leased=True, memory={"parameters": held})
         states = model_state_bytes(plan, numel, shards.size, Home.DEVICE, OptimizerShape(moments))
         owned = numel // (1 if plan.optimizer.placement is Placement.REPLICATED else shards.size)
         # Master weights and moments are read and written, and the gradient is read.
@@ -267,4 +273,4 @@ class Bounds:
             once, gathered = (max(once, whole), 0.0) if zero.zero_hpz_partition_size > 1 else (once, 2 * whole)
         elif plan.gradient.placement is Placement.PARTITIONED:
             behind += collective_seconds(best, "all_gather", numel * plan.parameter.itemsize, shards)
-        return _Sent(behind, reduced, gathered, once, leased, vars(states), numel * plan.parameter.itemsize)
+        return _Sent(behind, reduced, gathered, once, leased, vars(states))

@@ -6,6 +6,7 @@ memory, and tensor parallelism without a split sequence the messages of one with
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import log2
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -56,6 +57,25 @@ class LayoutChoice(NamedTuple):
         """Return the number of settings in which two choices differ; a split sequence follows tensor parallelism."""
         mine, others = self._asdict(), other._asdict()
         return sum(mine[name] != others[name] for name in mine if name != "sequence_parallel")
+
+    @property
+    def traits(self) -> tuple[float, ...]:
+        """The figures of a layout on which it depends how far formulas of its time and memory are off."""
+        sizes = (self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.micro_batch_size)
+        held = (
+            self.pipeline_model_parallel_size > 1,
+            self.num_layers_per_virtual_pipeline_stage is not None,
+            self.pipeline_schedule == "zero-bubble",
+            *(self.zero_stage == stage for stage in (0, 1, 2, 3)),
+            self.mics_shard_size > 0,
+            self.zero_hpz_partition_size > 1,
+            self.zero_quantized_weights,
+            self.zero_quantized_gradients,
+            self.offload_optimizer != "none",
+            self.offload_param != "none",
+            *(self.recompute_granularity == name for name in ("selective", "full")),
+        )
+        return (*(log2(size) / 2 for size in sizes), *map(float, held))
 
     def describe(self) -> str:
         """Return the choice in a few words: `t8 p4x2 z1 m2 full`."""

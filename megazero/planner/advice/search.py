@@ -1,10 +1,10 @@
 """The search for the fastest layouts that fit: bounds put all in an order, and dry runs try them until ten are found.
 
-Layouts are taken by their least seconds, times how far bounds of their kind were off so far; one whose least memory is
-more than the machine has is left out.  Of layouts that differ in nothing but recomputation and the homes of states,
-those that save more are slower, so that they are tried only where others do not fit.  The search ends where no bound
-is below the tenth time found: then no other layout is faster.  It also ends after a number of dry runs, or of seconds,
-and reports how many layouts it has left.
+Layouts are taken by their least seconds, times how far bounds of their like were off so far (`expected.py`), and those
+first that are expected to fit; one whose least memory is more than the machine has is left out.  Of layouts that differ
+in nothing but recomputation and the homes of states, those that save more are slower, so that they are tried only where
+others do not fit.  The search ends where no bound is below the tenth time found: then no other layout is faster.  It
+also ends after a number of dry runs, or of seconds, and reports how many layouts it has left.
 """
 
 import time
@@ -16,9 +16,11 @@ from typing import NamedTuple
 from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bound, Bounds
 from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, choices, legal
+from megazero.planner.advice.expected import Expectation
 from megazero.planner.advice.shallow import Measured, measure
 from megazero.planner.dry_run import DryJob
 from megazero.planner.hardware import Hardware
+from megazero.planner.hollow import Operators
 
 SHOWN = 10
 
@@ -35,7 +37,7 @@ class Limit(NamedTuple):
         return lambda: search.runs >= runs or time.process_time() >= seconds
 
 
-LIMIT, SHORT_LIMIT = Limit(60, 35.0), Limit(6, 6.0)
+LIMIT, SHORT_LIMIT = Limit(60, 28.0), Limit(6, 6.0)
 
 
 class Candidate(NamedTuple):
@@ -59,6 +61,7 @@ class Search:
     """A search for layouts of one run on a machine, and all that it has run dry.
 
     tried: the layouts that a start would take, run dry; None: it refuses them.  report: gets a line before each run.
+    operators: those that dry runs have called, which layouts have mostly in common.
     """
 
     run: AdvisedRun
@@ -66,6 +69,7 @@ class Search:
     hardware: Hardware
     report: Callable[[str], None] = lambda line: None
     tried: dict[tuple[LayoutChoice, Nodes], Measured | None] = field(default_factory=dict)
+    operators: Operators = field(default_factory=Operators, repr=False)
 
     @property
     def runs(self) -> int:
@@ -86,7 +90,7 @@ class Search:
             if wanted is not None:
                 self.report(f"run dry: {choice.describe()}, {nodes.describe()}")
                 job = DryJob(wanted.config, wanted.vocab_size, nodes, is_gpu=self.hardware.device == "cuda")
-                self.tried[key] = measure(job, self.hardware)
+                self.tried[key] = measure(job, self.hardware, self.operators)
             else:
                 self.tried[key] = None
         return self.tried[key]
@@ -123,23 +127,18 @@ def fastest(
 class _Entry(NamedTuple):
     """A candidate in a search.
 
-    key: what it has in common with those that differ from it in what they save alone.  kind: those for which bounds are
-    off alike.
+    key: what it has in common with those that differ from it in what they save alone.
     """
 
     one: Candidate
     key: tuple[LayoutChoice, int]
     saving: "_Saving"
-    kind: tuple[object, ...]
 
 
 def _entry(one: Candidate) -> _Entry:
     choice = one.choice
     plain = choice._replace(offload_optimizer="none", offload_param="none", recompute_granularity="none")
-    stages, chunks = choice.pipeline_model_parallel_size > 1, choice.num_layers_per_virtual_pipeline_stage
-    whole = choice.mics_shard_size > 0, choice.zero_hpz_partition_size > 1
-    kind = (stages, chunks is None, *whole, choice[3], choice[5], *choice[8:13])
-    return _Entry(one, (plain, one.nodes.count), _saving(choice), kind)
+    return _Entry(one, (plain, one.nodes.count), _saving(choice))
 
 
 def _take(
@@ -147,7 +146,7 @@ def _take(
 ) -> int:
     """Add layouts that fit to those found, which are kept in the order of their times; return how many are left."""
     has = search.hardware.memory_bytes
-    off: dict[tuple[object, ...], tuple[float, float]] = {}  # measured seconds and bytes by those of the bound
+    expectation = Expectation()
     fitting: dict[tuple[LayoutChoice, int], list[_Saving]] = defaultdict(list)
     too_large: dict[tuple[LayoutChoice, int], list[_Saving]] = defaultdict(list)
     left = [_entry(one) for one in candidates]
@@ -158,23 +157,19 @@ def _take(
             other.covers(each.saving) for other in too_large.get(each.key, ())
         )
 
-    def order(each: _Entry) -> tuple[bool, float, _Saving]:
-        """Return the key by which layouts are tried: those expected to fit first, by their expected times."""
-        bound, (seconds, total) = each.one.bound, off.get(each.kind, (1.0, 1.0))
-        return bound.total * total > has, bound.seconds * seconds, each.saving
-
     while True:
         last = found[count - 1].measured.seconds if len(found) >= count else float("inf")
         left = [each for each in left if each.one.bound.seconds <= last and not is_settled(each)]
         if not left or is_over():
             return len(left)
-        entry = min(left, key=order)
-        left.remove(entry)
+        entry = left.pop(_next(left, expectation, has))
         one = entry.one
         measured = search.measured(one.choice, one.nodes)
         if measured is None:
             continue
-        off[entry.kind] = measured.seconds / one.bound.seconds, measured.total / max(one.bound.total, 1)
+        expectation.add(
+            one.choice.traits, measured.seconds / one.bound.seconds, measured.total / max(one.bound.total, 1)
+        )
         if not measured.fits(search.hardware):
             too_large[entry.key].append(entry.saving)
             continue
@@ -184,6 +179,17 @@ def _take(
         found[:] = [each for each, is_needless in zip(found, needless, strict=True) if not is_needless]
         found.append(Found(*one[:2], measured))
         found.sort(key=lambda each: each.measured.seconds)
+
+
+def _next(left: Sequence[_Entry], expectation: Expectation, has: int) -> int:
+    """Return the index of the layout to try: of those expected to fit the fastest, and of equals what saves less."""
+    factors = expectation.factors([each.one.choice.traits for each in left])
+    bounds = (each.one.bound for each in left)
+    expected = [
+        (bound.total * memory > has, bound.seconds * seconds)
+        for bound, (seconds, memory) in zip(bounds, factors, strict=True)
+    ]
+    return min(range(len(left)), key=lambda at: (*expected[at], left[at].saving))
 
 
 class _Saving(NamedTuple):

@@ -17,6 +17,7 @@ from megazero.pipeline.passes import most_in_flight_total
 from megazero.pipeline.schedule import Action, Kind
 from megazero.planner.dry_run import DryJob, RankRecord
 from megazero.planner.hardware import Hardware
+from megazero.planner.hollow import Operators
 from megazero.planner.plan import Plan, constants, make_plan
 from megazero.planner.predict import forecast_of
 from megazero.planner.seconds import StepTime
@@ -105,9 +106,8 @@ def depths(config: RunConfig, vocab_size: int) -> Depths:
         split = pipeline_split(config, derived.vocab_rows(config, vocab_size))
     # With partitioned parameters a layer's gather runs beside its neighbours, of which the shallow model has one too;
     # and where checkpoints are copies, a recomputed layer's input is alive beside the output of the one before.
-    parameter = resolve(config.zero, config.precision).parameter
-    is_deep = parameter.placement is Placement.PARTITIONED or config.activations.recompute_granularity == "full"
-    least = 2 if is_deep else 1
+    is_gathered = resolve(config.zero, config.precision).parameter.placement is Placement.PARTITIONED
+    least = 3 if is_gathered else 2 if config.activations.recompute_granularity == "full" else 1
     ends = [layers - 1 if layers else 0 for layers in (split[0], split[-1])]
     more = max(min([*(layers - least for layers in split[1:-1]), *ends, max(split) - least]), 0)
     return Depths(tuple(layers - more for layers in split), more) if more > 1 else Depths(split, 0)
@@ -119,12 +119,13 @@ def micro_batches(config: RunConfig, count: int) -> int:
     return min(turn, count)
 
 
-def measure(job: DryJob, hardware: Hardware) -> Measured:
-    """Return what a job takes on a machine."""
+def measure(job: DryJob, hardware: Hardware, operators: Operators | None = None) -> Measured:
+    """Return what a job takes on a machine; operators: those that other jobs have found so far."""
+    shared = Operators() if operators is None else operators
     found = depths(job.config, job.vocab_size)
     few = micro_batches(job.config, job.num_micro_batches)
     splits = [found.split] + [tuple(layers + 1 for layers in found.split)] * (found.more > 0)
-    plans = tuple(make_plan(_shallow(job, split, few), hardware, parts=PARTS) for split in splits)
+    plans = tuple(make_plan(_shallow(job, split, few), hardware, parts=PARTS, operators=shared) for split in splits)
     steps = [forecast_of(plan).step for plan in plans]
     width = job.num_micro_batches - few
     needs = {

@@ -97,3 +97,21 @@ def test_rates_at_best() -> None:
     assert highest_up_to(falling, 16.0) == highest_up_to(falling, 1e9) == 8.0
     best = at_best(MACHINES["cpu"])
     assert all(link.latency_seconds == 0.0 and len(link.rates.points) == 1 for link in best.links.values())
+
+
+def test_parameters_in_parts_are_never_whole() -> None:
+    """Not even while they get initial values: the bound of stage 3 is below what a deep model takes."""
+    nodes = Nodes((16,))
+    run = read(
+        shlex.split(
+            "--num-layers 10 --hidden-size 4096 --num-attention-heads 32 --seq-length 128 --vocab-size 5000"
+            " --micro-batch-size 1 --global-batch-size 16 --train-iters 5 --lr 1e-4 --eval-iters 0 --precision fp16"
+        ),
+        16,
+    )
+    choice = LayoutChoice(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")
+    plan = planned(run, choice, nodes, "dgx2-v100")
+    assert plan is not None
+    whole = 2 * sum(rank.numel for rank in plan.ranks)
+    bound = Bounds(run, 5000, MACHINES["dgx2-v100"], nodes).of(choice)
+    assert bound.total <= plan.need(*plan.binding).total < whole

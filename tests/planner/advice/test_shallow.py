@@ -77,7 +77,7 @@ def test_recomputed_layers_are_sampled_beside_their_neighbours() -> None:
     ("words", "split", "more"),
     [
         ("--num-layers 40", (1,), 39),
-        ("--num-layers 40 --zero-stage 3", (2,), 38),
+        ("--num-layers 40 --zero-stage 3", (3,), 37),
         ("--num-layers 40 --recompute-granularity full", (2,), 38),
         ("--num-layers 2", (2,), 0),
         ("--num-layers 41 --pipeline-model-parallel-size 4", (1, 2, 1, 1), 9),
