@@ -1,6 +1,7 @@
 """Kills runs at random moments, and starts two jobs in one folder: is every checkpoint whole, and is anything lost?
 
     python benchmarks/checkpoint_faults.py --records FILE.jsonl [--kills 200] [--pairs 50] [--minutes 5]
+        [--flags=--async-save]
 
 A trial is a run of pretrain_gpt.py's `main` that is disturbed, and the same command line again, up to its last step:
 
@@ -377,6 +378,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--records", type=Path, required=True, help="JSON lines of what has been run; appended to")
     add("--kills", type=int, default=200, help="trials with a kill, of the kinds in turn")
     add("--pairs", type=int, default=50, help="trials with two jobs in one folder")
+    add("--flags", default="", help="further flags of all runs, such as --async-save, in one word")
     add("--seed", type=int, default=1, help="of the draw")
     add("--minutes", type=float, default=float("inf"), help="begin no trial after so long")
     add("--output", type=Path, help="file for the page, which is printed in any case")
@@ -436,6 +438,9 @@ def main(words: Sequence[str] | None = None) -> int:
         with trial_folder() as folder:
             draw = random.Random(f"{options.seed} {kind} {number}")
             variant = draw.choice(VARIANTS)
+            if options.flags:
+                name, flags = f"{variant.name}, {options.flags}", f"{variant.flags} {options.flags}"
+                variant = variant._replace(name=name, flags=flags)
             if variant not in references:
                 references[variant] = refer(variant, folder / "reference")
             if kind == "pair":

@@ -81,6 +81,11 @@ class Meter:
     def reset(self) -> None:
         self._counts.clear()
 
+    def wait_for(self, axis: str, number: int, call: Callable[[], None]) -> None:
+        """Wait for other ranks by a call, noted and timed as a collective is; its number is the same on all ranks."""
+        begun = self.flight.begin(axis, "wait", number, 0)
+        _NotedWork(_Call(call), begun, self).wait()
+
     def communicator(self, inner: Communicator, axis: str, key: str = "", links: Links | None = None) -> Communicator:
         """Return `inner` with its traffic recorded here; arguments: see `MeteredCommunicator`."""
         return MeteredCommunicator(inner, axis, self, key, links)

@@ -26,6 +26,7 @@ from megazero.comm.mesh import (
     SHARD_GATHERING,
     Mesh,
     channel_keys,
+    gather_json,
 )
 from megazero.comm.metered import Meter
 from megazero.comm.process_group import ProcessGroupCommunicator
@@ -174,6 +175,20 @@ def make_mesh(
             split = Split(CONTROL, WORLD, topology.groups(WORLD))
             groups[CONTROL] = gloo_maker(limits).make(split, rank)
     return mesh_of_groups(groups, topology, rank, device, scratch, meter=meter or Meter(), wires=wires, nodes=nodes)
+
+
+def second_control(mesh: Mesh, timeout_minutes: float | None) -> Communicator:
+    """Return a communicator of CPU tensors over all ranks of a mesh, for a thread beside those that use its `control`.
+
+    A collective call.  timeout_minutes: the limit of every collective; None: the backend's default.
+    """
+    if mesh.control.size == 1:
+        return LocalCommunicator()
+    ranks = tuple(int(rank) for rank in gather_json(mesh.control, dist.get_rank()))
+    limit = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+    # Engines of other ranks may make theirs at the same time.
+    split = Split(f"{CONTROL}_of_{ranks[0]}", WORLD, (ranks,))
+    return _communicator(gloo_maker(Limits(limit, limit)).make(split, dist.get_rank()), NO_SCRATCH)
 
 
 def dry_mesh(

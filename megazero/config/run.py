@@ -298,6 +298,11 @@ class CheckpointConfig:
     save_interval: int | None = setting(
         None, help="steps between checkpoints; without it, only at the end of the run", unit="steps", ge=1
     )
+    async_save: bool = setting(
+        False,
+        help="save in a thread beside training: a copy of the state in host memory, which takes as much as this rank"
+        " saves; a save that fails ends the run at the next step",
+    )
     no_save_optim: bool = setting(False, help="save parameters only; such a checkpoint can't be resumed bitwise")
     no_load_optim: bool = setting(False, help="take no optimizer state, start it anew")
     finetune: bool = setting(

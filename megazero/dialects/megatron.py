@@ -75,7 +75,7 @@ IMPLIED: Mapping[str, Shorthand] = MappingProxyType(
 # Settings of megazero that published launch scripts give by these flags even where they have no effect, neither in
 # Megatron-LM or Megatron-DeepSpeed nor here; a flag that would stop those programs then is not among them.
 _PUBLISHED = (
-    "accumulate-allreduce-grads-in-fp32 adam-beta1 adam-beta2 adam-eps attention-backend checkpoint-in-cpu"
+    "accumulate-allreduce-grads-in-fp32 async-save adam-beta1 adam-beta2 adam-eps attention-backend checkpoint-in-cpu"
     " checkpoint-num-layers contigious-checkpointing data-cache-path deterministic-mode eval-interval hysteresis"
     " initial-loss-scale log-memory-to-tensorboard log-optimizer-states-to-tensorboard log-timers-to-tensorboard"
     " log-validation-ppl-to-tensorboard loss-scale loss-scale-window lr-decay-iters lr-decay-samples lr-decay-tokens"
@@ -311,7 +311,6 @@ ACCEPTED: Mapping[str, str] = _rows(
         ),
         ("torchrun gives a process its local rank", "local-rank"),
         ("every process writes its own part of a checkpoint", "ckpt-fully-parallel-save use-dist-ckpt"),
-        ("checkpoints are the same; the step that saves waits until the files are written", "async-save"),
         (
             "a rank reads of a checkpoint what is its own, and anything missing is an error",
             "ckpt-fully-parallel-load ckpt-assume-constant-structure dist-ckpt-strictness",

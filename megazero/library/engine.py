@@ -14,6 +14,7 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from megazero.config.curriculum import row_lengths_of
 from megazero.errors import Problem, TrainingError, UsageError, raise_problems
 from megazero.library.config import EngineConfig
 from megazero.library.module.buffers import ModuleBuffers
-from megazero.library.state.checkpoints import Checkpoints, Loading, raise_missing
+from megazero.library.state.checkpoints import CheckpointRequest, Checkpoints, Loading, raise_missing
 from megazero.library.state.model import load_module, whole_state_dict
 from megazero.library.state.optimizer import OptimizerState
 from megazero.library.state.save import save_model
@@ -203,7 +204,8 @@ class DataParallelEngine:
         all ranks have written: that discards the step, whose micro-batches start again.  Raises TrainingError, which
         names the cause, when a gradient is not finite and the configuration checks that, or when the loss scale can
         fall no further (fp16): the step is over then, and has changed nothing.  On a GPU, writes of some ranks and a
-        gradient that is not finite are reported by the next call.
+        gradient that is not finite are reported by the next call.  Raises CheckpointError, after the step, if a save
+        beside training has failed.
         """
         self._was_applied = False
         with self._passes.discarding():
@@ -211,12 +213,13 @@ class DataParallelEngine:
         if not self._passes.check_complete():
             return
         self.zero_engine.take_written_gradients()
-        flight = self.mesh.meter.flight
+        flight, checkpoints = self.mesh.meter.flight, self._checkpoints
         flight.activity = "update"
         lr, loss_scale = next(iter(self.get_lr()), 0.0), self.loss_scale
         with self._passes.discarding():
-            self._last = self._stepper.step(stop=stop)
-        self._stops.append(HostCopy([self._last.stop]))
+            save_failed = checkpoints.has_failed if checkpoints.is_saving else None
+            self._last = self._stepper.step(stop=stop, save_failed=save_failed)
+        self._stops.append(HostCopy(self._last.flags))
         flight.activity = "user code"
         self._was_applied = self._last.applied
         self.global_steps += 1
@@ -232,6 +235,8 @@ class DataParallelEngine:
         )
         if (fault := self._last.fault) is not None:
             raise TrainingError(fault)
+        if checkpoints.is_saving and any(self._stops[0].read()[1:]):
+            checkpoints.finish()
 
     def was_step_applied(self) -> bool:
         """Return True if the last call of `step` changed the parameters."""
@@ -411,8 +416,39 @@ class DataParallelEngine:
         Raises CheckpointError on all ranks if it fails on any: older checkpoints are then unchanged.  Raises UsageError
         if not all ranks have written the same parameters since the last step.
         """
-        self._check_between_steps("save_checkpoint")
-        kept = {"keep_last": keep_last, "keep_every": keep_every}
+        return self._checkpoints.save(
+            self._request("save_checkpoint", folder, tag, client_state, Retention(keep_last, keep_every))
+        )
+
+    def async_save_checkpoint(
+        self,
+        folder: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+    ) -> Future[Path]:
+        """Save the training as `save_checkpoint` does, in a thread beside the steps that follow; a collective call.
+
+        It copies the state to host memory, which takes as much as this rank saves, and returns.  The future's
+        `result()` waits for the step folder.  An error of the thread is raised there, and on all ranks by the next
+        `step`, save or load; on a GPU by the step after it.  A further save or load waits for the one under way.
+        """
+        return self._checkpoints.begin(
+            self._request("async_save_checkpoint", folder, tag, client_state, Retention(keep_last, keep_every))
+        )
+
+    def _request(
+        self,
+        call: str,
+        folder: str | Path,
+        tag: str | int | None,
+        client_state: Mapping[str, Any] | None,
+        retention: Retention,
+    ) -> CheckpointRequest:
+        self._check_between_steps(call)
+        kept = {"keep_last": retention.keep_last, "keep_every": retention.keep_every}
         wrong = [f"{name}={count}" for name, count in kept.items() if count is not None and count < 1]
         raise_problems(UsageError, (Problem(each, "a number of checkpoints or steps", "1 and above") for each in wrong))
         self._stepper.finish()
@@ -420,14 +456,8 @@ class DataParallelEngine:
         steps = int(self.zero_engine.optimizer_step.item())
         updated = self.global_samples * steps // max(self.global_steps, 1)
         state = TrainState(self._stepper.scale_state, self.global_steps, self.global_samples, steps, updated)
-        return self._checkpoints.save(
-            Path(folder),
-            None if tag is None else str(tag),
-            state,
-            skipped_steps=self.skipped_steps,
-            client_state=client_state,
-            retention=Retention(keep_last, keep_every),
-        )
+        name = None if tag is None else str(tag)
+        return CheckpointRequest(Path(folder), name, state, self.skipped_steps, client_state, retention)
 
     def load_checkpoint(
         self,

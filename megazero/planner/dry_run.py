@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 
 from megazero.activations.recompute_plan import LOGITS_CHUNK_BYTES
+from megazero.checkpoint.background import host_copies
 from megazero.checkpoint.engine_state import saved_fragments
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Count
@@ -29,6 +30,7 @@ from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import HostMemoryKind, StepMemory
 from megazero.model import initial_values
 from megazero.parallel.nodes import Nodes
+from megazero.parallel.param_spec import StateFragment
 from megazero.parallel.topology import Topology
 from megazero.planner.allocator import ROUNDING, AllocatorModel, CachingAllocator, ExactAllocator
 from megazero.planner.dry_homes import DryHomes
@@ -242,11 +244,12 @@ def run_rank(job: DryJob, rank: int, parts: Sequence[Part], operators: Operators
         batch = made_up_batch(job)
         controls = StepControls(lr=job.config.optimizer.lr or 0.0, loss_scale=1.0)
         step = lambda: training_step(context, batch, controls)  # noqa: E731
+        copies: list[StateFragment] = []  # of a save beside training, alive until the part's memory has been read
         runs: dict[Part, Callable[[], object]] = {
             "first step": step,
             "steady step": step,
             "evaluation": lambda: evaluate_once(context, batch),
-            "save": lambda: _save(core, dry.recorder, is_gpu=job.is_gpu),
+            "save": lambda: _save(core, dry, copies if job.config.checkpoint.async_save else None),
         }
         for part in parts[1:]:
             dry.take(part, runs[part])
@@ -299,10 +302,16 @@ def evaluate_once(context: StepContext, batch: StepBatch) -> None:
     context.mesh.world.all_reduce_scalars(sums).wait()
 
 
-def _save(core: RunComponents, recorder: Recorder, *, is_gpu: bool) -> None:
-    """Record what saving copies and writes: the state that the rank owns, box by box in host memory."""
-    for fragment in saved_fragments(core.engine):
+def _save(core: RunComponents, dry: DryRank, copies: list[StateFragment] | None) -> None:
+    """Record what saving copies and writes: the state that the rank owns, in host memory box by box.
+
+    copies: gets copies of all of it, which a save beside training makes; None for one that is waited for.
+    """
+    fragments = list(saved_fragments(core.engine))
+    if copies is not None:
+        copies.extend(host_copies(fragments, dry.ledger))
+    for fragment in fragments:
         nbytes = (fragment.stop - fragment.start) * fragment.dtype.itemsize
-        if is_gpu:
-            recorder.stored(nbytes)
-        recorder.file_access("write", nbytes)
+        if dry.job.is_gpu:
+            dry.recorder.stored(nbytes)
+        dry.recorder.file_access("write", nbytes)

@@ -858,7 +858,7 @@ RUN: tuple[Row[RunConfig], ...] = (
         ),
     ),
     Row(
-        ("save_interval", "no_save_optim", "keep_last", "keep_every"),
+        ("save_interval", "async_save", "no_save_optim", "keep_last", "keep_every"),
         lambda c: "without --save nothing is saved" if c.checkpoint.save is None else "",
         {"save": "DIR"},
     ),

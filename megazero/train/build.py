@@ -16,6 +16,7 @@ import torch
 
 import megazero
 from megazero.activations.assemble import RankParts, activation_plan
+from megazero.checkpoint.background import BackgroundSave
 from megazero.checkpoint.engine_state import check_optimizer, has_stepped, restore_engine
 from megazero.checkpoint.fallback import Taken, refusal, report, restore_first_sound, set_damaged_aside
 from megazero.checkpoint.folder_lock import FolderLock, lock_folder
@@ -29,7 +30,7 @@ from megazero.checkpoint.state import TrainState
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
-from megazero.comm.startup import make_mesh
+from megazero.comm.startup import make_mesh, second_control
 from megazero.config import derived
 from megazero.config.param_groups import unmatched
 from megazero.config.run import RunConfig
@@ -745,6 +746,7 @@ def _saver(
         lock=lock,
         retention=Retention(config.checkpoint.keep_last, config.checkpoint.keep_every),
         scales=components.scales,
+        background=_background(config, components.mesh),
     )
     last = _last_iteration(config, resumed.state, components.mesh.topology.world_size)
     steps = steps_to_save(resumed.state.iteration, last, config.checkpoint.save_interval)
@@ -753,6 +755,13 @@ def _saver(
     if last > resumed.state.iteration or not goes_on_in_root:  # what only evaluates leaves the training's file there
         saver.begin()
     return saver
+
+
+def _background(config: RunConfig, mesh: Mesh) -> BackgroundSave | None:
+    """Return what saves beside training, if the run does; a collective call."""
+    if not config.checkpoint.async_save:
+        return None
+    return BackgroundSave(second_control(mesh, derived.collective_limit_minutes(config.limits)), mesh.meter)
 
 
 def _announce_start(

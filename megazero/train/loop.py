@@ -111,6 +111,17 @@ class Run:
     launcher: int | None = None
 
 
+class _PendingSave(NamedTuple):
+    """A checkpoint that is saved beside training.
+
+    begun: when, on the clock of `time.perf_counter`.  waited: the seconds that training has waited for the copy.
+    """
+
+    iteration: int
+    begun: float
+    waited: float
+
+
 class _PendingStep(NamedTuple):
     """A step that has been launched, and whose figures may still be on the device.
 
@@ -193,6 +204,7 @@ class _Loop:
         self._first_iteration = run.state.iteration + 1
         self._stops = self._saves = False
         self._may_be_triggered = True
+        self._saving: _PendingSave | None = None
         self._reported: _PendingStep | None = None
         self._saved_iteration = run.saver.saved_iteration if run.saver else None
         self._evaluated_iteration: int | None = None
@@ -204,6 +216,8 @@ class _Loop:
             self._evaluate("validation")
         while not self._stops and self._has_step_to_train():
             self._one_step()
+            if self._saving is not None and self._is_saved():
+                self._finish_saving()
             # Save before evaluating: an evaluation can take long, fail, or be cut short.
             if _is_due(timetable.save_interval, state.iteration) or self._saves:
                 self._save()
@@ -273,7 +287,8 @@ class _Loop:
         )
         momentum, weight_decay = rates.momentum(progress), rates.weight_decay_at(progress)
         decoupled_lr = rates.decoupled_at(progress)
-        stop, save = self._wants_to_stop(), self._may_be_triggered and self._is_triggered(SAVE_TRIGGER)
+        stop, is_triggered = self._wants_to_stop(), self._may_be_triggered and self._is_triggered(SAVE_TRIGGER)
+        save = None if self._run.timetable.triggers is None else is_triggered
         controls = StepControls(lr, scale, stop, momentum, weight_decay, decoupled_lr, save)
         report = training_step(self._context, batch, controls)
         statistics = self._statistics(next_iteration)
@@ -405,6 +420,7 @@ class _Loop:
         if self._run.scaler.exhausted(self._state.loss_scale):
             cause = find_cause(self._context, step)
             self._save()
+            self._finish_saving()
             raise TrainingError(self._run.scaler.exhaustion(self._state.loss_scale, cause=str(cause)))
         checks = self._context.engine.settings.checks_finite
         if checks and not metrics.skipped and not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
@@ -425,6 +441,7 @@ class _Loop:
             return "the update was not made, and there is nothing to save"
         self._state = before
         self._save()
+        self._finish_saving()
         return f"the update was not made: --load {self._run.saver.root} goes on after iteration {before.iteration}"
 
     def _evaluate(self, split: str) -> None:
@@ -466,26 +483,47 @@ class _Loop:
                 writer.sample(self._state.iteration, text.decode(text.prompt), text.decode(tokens))
 
     def _save(self) -> None:
-        """Save a checkpoint of this iteration, at most once."""
+        """Save a checkpoint of this iteration, at most once; beside training only its copy is made here."""
         if self._run.saver is None or self._saved_iteration == self._state.iteration:
             return
         self._report_steps(max_pending=0)  # a step whose loss was not finite ends the run here, unsaved
+        self._finish_saving()
         start = time.perf_counter()
         self._context.mesh.meter.flight.activity = "saving"
         folder = self._run.saver.save(self._state)
         self._saved_iteration = self._state.iteration
         seconds = time.perf_counter() - start
-        self._run.journal.write(
-            "save", iteration=self._state.iteration, checkpoint=folder.name, seconds=round(seconds, 3)
-        )
-        self._run.reporting.console.line(
-            f"saved checkpoint of iteration {self._state.iteration} to {folder} in {format_duration(seconds)}"
-        )
+        if folder is None:
+            self._saving = _PendingSave(self._state.iteration, start, seconds)
+        else:
+            self._tell_saved(self._state.iteration, folder, seconds)
         if self._reported is not None:
             ranks = self._rank_metrics(self._reported._replace(memory=self._run.reporting.memory.now()))
             for writer in self._run.reporting.writers:
                 writer.saved(self._state.iteration, ranks)
         self._restart_clock()
+
+    def _is_saved(self) -> bool:
+        """Return True if the save beside training has ended well on this rank."""
+        saver = self._run.saver
+        background = None if saver is None else saver.background
+        return background is not None and background.is_done and not background.has_failed
+
+    def _finish_saving(self) -> None:
+        """Wait for the save beside training, if there is one, and report it; raise its error, which all ranks have."""
+        saving, self._saving = self._saving, None
+        if saving is None or self._run.saver is None or self._run.saver.background is None:
+            return
+        folder = self._run.saver.background.finish()
+        if folder is not None:
+            seconds = time.perf_counter() - saving.begun
+            self._tell_saved(saving.iteration, folder, seconds, f", training waited {format_duration(saving.waited)}")
+
+    def _tell_saved(self, iteration: int, folder: Path, seconds: float, beside: str = "") -> None:
+        self._run.journal.write("save", iteration=iteration, checkpoint=folder.name, seconds=round(seconds, 3))
+        self._run.reporting.console.line(
+            f"saved checkpoint of iteration {iteration} to {folder} in {format_duration(seconds)}{beside}"
+        )
 
     def _take_back_trigger(self) -> None:
         """Remove the file that has made the run save; if that fails, no further one does."""
@@ -524,15 +562,20 @@ class _Loop:
         for writer in self._run.reporting.writers:
             writer.flush()  # the last steps' line comes before those that end the run
         self._save()
+        self._finish_saving()
         for line in self._run.reporting.closing():
             self._run.reporting.console.line(line)
         return reason
 
     def _wants_to_stop(self) -> bool:
-        """Return True if this rank requests the end of the run: by a signal, by the clock, or by a file."""
+        """Return True if this rank requests the end of the run: by a signal, the clock, a file, or a failed save."""
         limit, switch = self._run.timetable.exit_after_seconds, self._run.timetable.kill_switch
         is_late = limit is not None and time.monotonic() - self._started >= limit
-        return self._stop.requested or is_late or self._is_there(switch) or self._is_triggered(EXIT_TRIGGER)
+        # A save that fails does so on all ranks, but at moments of their own: they end after the same step.
+        saver = self._run.saver
+        has_failed = saver is not None and saver.background is not None and saver.background.has_failed
+        is_asked = self._is_there(switch) or self._is_triggered(EXIT_TRIGGER)
+        return self._stop.requested or is_late or is_asked or has_failed
 
     def _is_triggered(self, name: str) -> bool:
         """Return True on rank 0 if the folder of triggers has this file."""

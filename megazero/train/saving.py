@@ -1,6 +1,7 @@
 """Checkpoints of a run: the progress saved beside the engine's state, and the checks of a run that resumes."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megazero.checkpoint.agreement import all_or_none
+from megazero.checkpoint.background import BackgroundSave, host_copies
 from megazero.checkpoint.engine_state import numbers_entry, numbers_of_all, saved_fragments
 from megazero.checkpoint.fallback import Taken, first_complete, refusal
 from megazero.checkpoint.folder_lock import FolderLock
@@ -44,6 +46,7 @@ class Saver:
     extra: entries of a checkpoint's progress beside the counters, unchanged through the run.
     saved_iteration: the iteration that the run was resumed from, if that checkpoint lies under `root`.
     lock: the lock of `root`, on rank 0.  scales: those of delayed scaling, None without it.
+    background: what saves beside training; None: training waits.
     """
 
     root: Path
@@ -57,6 +60,7 @@ class Saver:
     lock: FolderLock | None = None
     retention: Retention = ALL_STAY
     scales: DelayedScales | None = None
+    background: BackgroundSave | None = None
 
     def check_space(self, steps: Sequence[int], kinds: Sequence[StateKind]) -> str:
         """Compare the free space under `root` with the checkpoints of these steps, on all ranks; return a notice.
@@ -92,12 +96,20 @@ class Saver:
         all_or_none(self.mesh.control, lambda: write() if leads else None, doing=doing)
 
     def close(self) -> None:
-        """Let other jobs write to `root`; a second call does nothing."""
+        """Let other jobs write to `root`, once nothing is written any more; a second call does nothing."""
+        held = ExitStack()
         if self.lock is not None:
-            self.lock.release()
+            held.callback(self.lock.release)
+        if self.background is None:
+            held.close()
+        else:
+            self.background.release_behind(held)
 
-    def save(self, state: TrainState) -> Path:
-        """Write one checkpoint, on all ranks together; return its folder."""
+    def save(self, state: TrainState) -> Path | None:
+        """Write one checkpoint, on all ranks together; return its folder, None if it is saved beside training.
+
+        `background.finish` comes before this call then.
+        """
         self.engine.publish_late()  # a run that goes on from here begins with what is saved
         self.engine.ensure_parameters()
         progress = {**state.to_json(), **self.extra, PROGRESS_KEY: self.run.to_json()}
@@ -106,7 +118,10 @@ class Saver:
             progress[SCALES_KEY] = self.scales.to_json()
         draft = Draft(self.root, state.iteration, progress, self.config_yaml, self.lock, self.retention)
         fragments = saved_fragments(self.engine, with_optimizer=self.with_optimizer)
-        return save(draft, fragments, control=self.mesh.control)
+        if self.background is None:
+            return save(draft, fragments, control=self.mesh.control)
+        self.background.begin(draft, host_copies(fragments, self.engine.settings.ledger), ExitStack())
+        return None
 
 
 def choose_run(config: CheckpointConfig, mesh: Mesh) -> RunIdentity:

@@ -23,7 +23,7 @@ class StepControls(NamedTuple):
     """The host's decisions for one step.
 
     stop, save: True if this rank requests to end the run after it, or to save then.  momentum: the optimizer's first
-    beta; None: its own.
+    beta; None: its own.  Where save is None, no rank ever requests it.
     weight_decay: that of the parameters which decay; None: the optimizer's own.
     decoupled_lr: the rate of parameters which have one of their own; None: there are none.
     """
@@ -34,7 +34,7 @@ class StepControls(NamedTuple):
     momentum: float | None = None
     weight_decay: float | None = None
     decoupled_lr: float | None = None
-    save: bool = False
+    save: bool | None = None
 
 
 class StepReport(NamedTuple):
@@ -67,9 +67,10 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
         passes.finish()
     context.mesh.meter.flight.activity = "update"
     counts = 1.0 if context.mesh.coordinate("tp") == 0 else 0.0  # all tensor-parallel ranks have the same loss
-    flags = (torch.full_like(passes.loss_sum, float(flag)) for flag in (controls.stop, controls.save))
+    given = (controls.stop,) if controls.save is None else (controls.stop, controls.save)
+    flags = [torch.full_like(passes.loss_sum, float(flag)) for flag in given]
     reduced = reduce_gradients(engine, context.timers, passes.loss_sum * counts, passes.num_tokens * counts, *flags)
-    loss_sum, num_tokens, stop, save = reduced.figures
+    loss_sum, num_tokens, stop = reduced.figures[:3]
     num_tokens = num_tokens.clamp(min=1.0)
 
     write_momentum(engine.settings.optimizer.options, controls.momentum)
@@ -86,7 +87,9 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     update = update_parameters(engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=lr)
     if context.scales is not None:
         context.scales.end_step(update.skipped)
-    skipped = torch.zeros_like(stop) if update.skipped is None else update.skipped
+    none = torch.zeros_like(stop)
+    skipped = none if update.skipped is None else update.skipped
+    save = none if controls.save is None else reduced.figures[3]
     return StepReport(
         loss_sum / num_tokens, update.grad_norm, stop, skipped, reduced.first_overflow.to(stop.dtype), save
     )

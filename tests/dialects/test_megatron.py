@@ -352,7 +352,7 @@ def test_a_refusal_does_the_arithmetic(words: str, legal: str) -> None:
         ),
         ("--position-embedding-type absolute", ""),
         (
-            "--lr-decay-style WSD --lr-wsd-decay-iters 1 --lr-wsd-decay-style 1-sqrt --async-save",
+            "--lr-decay-style WSD --lr-wsd-decay-iters 1 --lr-wsd-decay-style 1-sqrt",
             "--lr-decay-style WSD --lr-wsd-decay-iters 1 --lr-wsd-decay-style minus_sqrt",
         ),
         ("--no-position-embedding --use-rotary-position-embeddings", "--position-embedding-type rope"),

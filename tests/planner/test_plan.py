@@ -50,6 +50,15 @@ def test_states_are_those_of_the_formula(plan: Plan) -> None:
         assert sum(record.host.values()) >= 12 * rank.padded_numel // 4
 
 
+def test_a_save_beside_training_takes_a_copy_of_what_the_rank_saves(plan: Plan) -> None:
+    wanted = read_run([*WORDS, "--async-save"], Nodes((8, 8)))
+    job = DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=True)
+    beside = make_plan(job, A100, parts=("start-up", "first step", "save"))
+    for one, other in zip(plan.ranks, beside.ranks, strict=True):
+        copied = sum(other.parts["save"].host.values()) - sum(one.parts["save"].host.values())
+        assert 0.95 * 12 * one.padded_numel / 4 < copied <= 12 * one.padded_numel / 4
+
+
 def test_the_trace_and_the_meter_count_the_same(plan: Plan) -> None:
     for rank in plan.ranks:
         for name in ("first step", "steady step", "evaluation"):

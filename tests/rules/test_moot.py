@@ -272,6 +272,7 @@ RUN_CASES = (
     Case("keep_last", 5, ERROR, {}, {"save": "ckpt"}),
     Case("keep_every", 5, ERROR, {}, {"save": "ckpt"}),
     Case("no_save_optim", True, NOTICE, {}, {"save": "ckpt"}),
+    Case("async_save", True, NOTICE, {}, {"save": "ckpt"}),
     Case("sequence_parallel", True, NOTICE, {}, PARALLEL),
     Case("allow_tensor_parallel_across_nodes", True, ERROR, {}, PARALLEL),
     Case("rank_order", "dp-pp-tp", ERROR, {}, {"pipeline_model_parallel_size": 2}),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 from dataclasses import dataclass, replace
 from itertools import count
@@ -20,6 +21,7 @@ from support.small_runs import CPU, LENGTH, VOCAB, Told, tiny_run, train_run
 from support.training import first_weights, max_relative
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megazero.checkpoint.comparison import NONE, box_differences
 from megazero.checkpoint.folders import list_steps, remove_step
 from megazero.checkpoint.journal import read_journal
 from megazero.checkpoint.reader import open_checkpoint
@@ -860,3 +862,45 @@ def test_ranks_hold_the_whole_model_between_them(written: Path) -> None:
     for rank in steps(written)[0]["ranks"]:
         parameters = rank["model_state_bytes"]["parameters"] / 8
         assert each <= parameters <= each + 0.5 * 16 + 5 * 31, "five units, one of them with half a row of padding"
+
+
+# --- saving beside training -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "keep_last": 2}, {"exit_interval": 4}], ids=str)
+def test_a_run_saves_the_same_beside_training(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Every checkpoint is that of a run which waits, to the bit, and a run goes on from it."""
+    told = run(tmp_path / "beside", save_interval=2, async_save=True, **settings)
+    run(tmp_path / "waits", save_interval=2, **settings)
+    assert saved(tmp_path / "beside") == saved(tmp_path / "waits")
+    assert told.text.count("saved checkpoint of iteration") == 2 + ("exit_interval" not in settings)
+    assert "training waited" in told.text
+    for entry in list_steps(tmp_path / "waits" / "save"):
+        one, other = (open_checkpoint(tmp_path / name / "save" / entry.path.name) for name in ("beside", "waits"))
+        assert {**one.progress, "run": None} == {**other.progress, "run": None}
+        assert {found for _, found in box_differences(one, other)} == {NONE}
+    events = [entry["iteration"] for entry in read_journal(tmp_path / "beside" / "save") if entry["event"] == "save"]
+    assert events == ([2, 4] if "exit_interval" in settings else [2, 4, 5])
+
+
+def full_disk_run(rank: int, settings: dict[str, Any]) -> str:
+    """Train on two ranks, the second of which cannot write more than 50 bytes to a file; return the error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50 if rank else soft, hard))
+    try:
+        train_run(rank, 2, settings)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return ""
+
+
+@pytest.mark.gloo
+def test_a_save_beside_training_that_fails_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    settings = {"micro_batch_size": 1, "train_iters": 500, "save": str(tmp_path / "save"), "zero_stage": 2}
+    errors = run_ranks(2, full_disk_run, {**settings, "save_interval": 2, "async_save": True})
+    assert errors[0] == errors[1] and "rank 1: " in errors[0] and "File too large" in errors[0]
+    assert saved(tmp_path) == [] and not list((tmp_path / "save").glob(".s*"))
+    assert [entry["event"] for entry in read_journal(tmp_path / "save")][-1] == "stop"
+    assert [entry for entry in read_journal(tmp_path / "save") if entry.get("iteration", 0) > 4] == []

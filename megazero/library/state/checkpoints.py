@@ -15,6 +15,7 @@ torch's random state is not part of it, as in a run.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.checkpoint.agreement import all_or_none
+from megazero.checkpoint.background import BackgroundSave, host_copies
 from megazero.checkpoint.engine_state import (
     OPTIMIZER,
     check_optimizer,
@@ -53,6 +55,8 @@ from megazero.checkpoint.state import TrainState
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
+from megazero.comm.startup import second_control
+from megazero.config import derived
 from megazero.errors import CheckpointError, DamageError, Problem, UsageError, raise_problems
 from megazero.files import parse_json
 from megazero.library.config import EngineConfig
@@ -103,11 +107,23 @@ class Loaded(NamedTuple):
         yield from self.changed
 
 
+class CheckpointRequest(NamedTuple):
+    """A checkpoint to be written.  client_state: JSON values by name; rank 0's is saved."""
+
+    root: Path
+    tag: str | None
+    counters: TrainState
+    skipped_steps: int
+    client_state: Mapping[str, Any] | None
+    retention: Retention
+
+
 @dataclass
 class Checkpoints:
     """A writer and a reader of one engine's checkpoints; all calls are collective.
 
-    run: the training that checkpoints belong to, None before the first save or load.
+    run: the training that checkpoints belong to, None before the first save or load.  background: what saves beside
+    training, from the first such save on.
     """
 
     module: nn.Module
@@ -118,29 +134,54 @@ class Checkpoints:
     optimizer_state: OptimizerState
     stepper: Stepper
     run: RunIdentity | None = None
+    background: BackgroundSave | None = None
 
-    def save(
-        self,
-        root: Path,
-        tag: str | None,
-        counters: TrainState,
-        *,
-        skipped_steps: int,
-        client_state: Mapping[str, Any] | None,
-        retention: Retention,
-    ) -> Path:
-        """Write a checkpoint under `root`, and return its folder; it appears whole or not at all.
+    @property
+    def is_saving(self) -> bool:
+        """True from a save beside training until it is finished, the same on all ranks."""
+        return self.background is not None and self.background.is_under_way
 
-        client_state: JSON values by name; rank 0's is saved.  Raises CheckpointError on all ranks.
+    @property
+    def has_failed(self) -> bool:
+        """True if `finish` will raise; ranks differ for a moment."""
+        return self.background is not None and self.background.has_failed
+
+    def save(self, request: CheckpointRequest) -> Path:
+        """Write a checkpoint and return its folder; it appears whole or not at all.
+
+        Raises CheckpointError on all ranks.
         """
+        self.finish()
+        with ExitStack() as held:
+            draft, fragments = self._draft(request, held)
+            return save(draft, fragments, control=self.mesh.control)
+
+    def begin(self, request: CheckpointRequest) -> Future[Path]:
+        """Write a checkpoint of the present state beside training; return what becomes of it."""
+        self.finish()
+        if self.background is None:
+            minutes = derived.collective_limit_minutes(self.config.limits)
+            self.background = BackgroundSave(second_control(self.mesh, minutes), self.mesh.meter)
+        with ExitStack() as held:
+            draft, fragments = self._draft(request, held)
+            copies = host_copies(fragments, self.engine.settings.ledger)
+            return self.background.begin(draft, copies, held.pop_all())
+
+    def finish(self) -> None:
+        """Wait for the save beside training, if there is one; raise its error, which all ranks have."""
+        if self.background is not None:
+            self.background.finish()
+
+    def _draft(self, request: CheckpointRequest, held: ExitStack) -> tuple[Draft, list[StateFragment]]:
+        """Lock the folder until `held` is closed; return the checkpoint and the state that this rank saves."""
         control, run = self.mesh.control, self.run or new_run()
-        text = all_or_none(control, lambda: _client_text(client_state), doing="reading client_state")[0]
+        text = all_or_none(control, lambda: _client_text(request.client_state), doing="reading client_state")[0]
         progress = {
             PROGRESS_KEY: run.to_json(),
-            **({} if tag is None else {TAG_KEY: tag}),
-            **counters.to_json(),
+            **({} if request.tag is None else {TAG_KEY: request.tag}),
+            **request.counters.to_json(),
             _DYNAMIC: self.stepper.scale_is_dynamic,
-            _SKIPPED: skipped_steps,
+            _SKIPPED: request.skipped_steps,
             OPTIMIZER: self.optimizer.kind,
             **numbers_entry(numbers_of_all(self.engine, control=control)),
             _GROUPS: [_options(group) for group in self.optimizer.groups],
@@ -153,16 +194,14 @@ class Checkpoints:
         buffers = [_fragment(name, buffer) for name, buffer in _buffers(self.module)]
         if self.mesh.axis("tp").size > 1:
             self._check_alike(buffers)
-        with ExitStack() as held:
-            lock = lock_folder(root, control=control)
-            if lock is not None:
-                held.callback(lock.release)
-            leads = control.rank == 0
-            all_or_none(control, lambda: _begin(root, run) if leads else None, doing=f"writing to {root}")
-            draft = Draft(root, counters.iteration, progress, config, lock, retention)
-            folder = save(draft, [*saved_fragments(self.engine), *(buffers if leads else ())], control=control)
+        lock = lock_folder(request.root, control=control)
+        if lock is not None:
+            held.callback(lock.release)
+        leads = control.rank == 0
+        all_or_none(control, lambda: _begin(request.root, run) if leads else None, doing=f"writing to {request.root}")
         self.run = run
-        return folder
+        draft = Draft(request.root, request.counters.iteration, progress, config, lock, request.retention)
+        return draft, [*saved_fragments(self.engine), *(buffers if leads else ())]
 
     def _check_alike(self, buffers: Iterable[StateFragment]) -> None:
         """Raise CheckpointError if tensor-parallel ranks have buffers of different values."""
@@ -186,6 +225,7 @@ class Checkpoints:
         An engine without an optimizer takes weights and buffers only: it does not go on with a training.
         Raises CheckpointError on all ranks: for a checkpoint that does not fit, before anything is changed.
         """
+        self.finish()
         if not self.optimizer.exists:
             parts = Loading(optimizer=False, schedule=False, counters=False)
         control = self.mesh.control

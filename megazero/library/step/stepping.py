@@ -41,12 +41,13 @@ class StepOutcome(NamedTuple):
     """The outcome of a step.
 
     grad_norm: the gradients' norm before clipping, unscaled; a float64 scalar.
-    stop: the number of ranks that request the end of the training; a float64 scalar.
+    flags: float64 scalars: the number of ranks that request the end of the training, and where there is a save beside
+    training, that of ranks on which it has failed.
     applied: False after a gradient that was not finite.  fault: the reason why training cannot go on as it is.
     """
 
     grad_norm: Tensor
-    stop: Tensor
+    flags: Sequence[Tensor]
     applied: bool
     fault: Problem | None = None
 
@@ -256,7 +257,7 @@ class Stepper:
 
         On a GPU the host waits for the step.
         """
-        outcome = self._read_fault(torch.zeros((), dtype=torch.float64, device=self._device))
+        outcome = self._read_fault([torch.zeros((), dtype=torch.float64, device=self._device)])
         if outcome is not None and outcome.fault is not None:
             raise TrainingError(outcome.fault)
 
@@ -271,10 +272,11 @@ class Stepper:
         """Return the factor that turns summed gradients into averages."""
         return self._engine.predivisor / (self.accumulation * self._num_summed * self.loss_scale)
 
-    def step(self, *, stop: bool) -> StepOutcome:
+    def step(self, *, stop: bool, save_failed: bool | None = None) -> StepOutcome:
         """Update the parameters; they are up to date on every rank when this returns.
 
         stop: True if this rank requests the end of the training, which travels with the step's figures.
+        save_failed: True if a save beside training has failed on this rank; None if there is none.
 
         Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale; too many
         such steps at the lowest scale are a fault.  So it is in other formats with `check_grad_overflow`; without it
@@ -282,12 +284,13 @@ class Stepper:
         the next update, which changes nothing either.
         """
         engine = self._engine
-        flag = torch.full((), float(stop), dtype=torch.float64, device=self._device)
-        if fault := self._read_fault(flag):
+        given = [stop] if save_failed is None else [stop, save_failed]
+        flags = [torch.full((), float(flag), dtype=torch.float64, device=self._device) for flag in given]
+        if fault := self._read_fault(flags):
             return fault
-        reduced = reduce_gradients(engine, self._timers, flag, *engine.written.figures(self._device))
-        stops = reduced.figures[0]
-        engine.written.agree(reduced.figures[1:])
+        reduced = reduce_gradients(engine, self._timers, *flags, *engine.written.figures(self._device))
+        flags = list(reduced.figures[: len(flags)])
+        engine.written.agree(reduced.figures[len(flags) :])
         update = update_parameters(
             engine,
             self._timers,
@@ -299,17 +302,17 @@ class Stepper:
         # Parameters may be read anywhere between two steps, not only where a forward waits for them.
         engine.ensure_parameters()
         if engine.plan.may_overflow:
-            return self._after_fp16(update, reduced.first_overflow, stops)
+            return self._after_fp16(update, reduced.first_overflow, flags)
         if update.skipped is not None:
             self._num_steps += 1
             index = reduced.first_overflow.to(update.skipped.dtype)
             self._figures = HostCopy([update.skipped, index, update.grad_norm])
         self._records.end_step()
         self.rates.advance()
-        fault = self._read_fault(stops) if self._device.type == "cpu" else None
-        return fault or StepOutcome(update.grad_norm, stops, applied=True)
+        fault = self._read_fault(flags) if self._device.type == "cpu" else None
+        return fault or StepOutcome(update.grad_norm, flags, applied=True)
 
-    def _after_fp16(self, update: Update, first_overflow: Tensor, stops: Tensor) -> StepOutcome:
+    def _after_fp16(self, update: Update, first_overflow: Tensor, flags: Sequence[Tensor]) -> StepOutcome:
         """Move the loss scale on; count the update unless it was skipped."""
         skipped = update.skipped is not None and bool(update.skipped.item())
         self._state = self._scaler.after_step(self._state, overflow=skipped)
@@ -323,12 +326,12 @@ class Stepper:
             fault = self._scaler.exhaustion(self._state, cause=cause)
         elif self._state.skips_at_minimum:
             self._records.watch()
-        return StepOutcome(update.grad_norm, stops, not skipped, fault)
+        return StepOutcome(update.grad_norm, flags, not skipped, fault)
 
-    def _read_fault(self, stops: Tensor) -> StepOutcome | None:
+    def _read_fault(self, flags: Sequence[Tensor]) -> StepOutcome | None:
         """Return the outcome of the last step if its gradients were not finite and nothing has read that yet.
 
-        stops: the requests to end the training, as far as this rank has them.
+        flags: those of the outcome, as far as this rank has them.
         """
         figures, self._figures = self._figures, None
         if figures is None:
@@ -345,4 +348,4 @@ class Stepper:
         rule = "gradients are finite (precision.check_for_nan_in_loss_and_grad)"
         legal = f"a lower learning rate or other samples; {kept}, and a further step may follow"
         fault = Problem(f"step {self._num_steps}: gradient norm {norm}; {cause}", rule, legal)
-        return StepOutcome(torch.tensor(norm), stops, applied=False, fault=fault)
+        return StepOutcome(torch.tensor(norm), flags, applied=False, fault=fault)
