@@ -11,7 +11,7 @@ autograd has saved it, or another stream than the current one works on it.
 import torch
 from torch import Tensor
 
-from megazero.memory.address_book import AddressBook, ArenaStatistics, Block
+from megazero.memory.address_book import ArenaStatistics, Block
 from megazero.memory.ledger_figures import Category
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 
@@ -34,11 +34,12 @@ class Arena:
         ledger: AnyLedger | None = None,
         alignment: int = 512,
     ) -> None:
-        self._book = AddressBook(capacity_bytes, alignment=alignment)
+        ledger = ledger or NullLedger()
+        self._book = ledger.address_book(capacity_bytes, alignment=alignment)
         self._alignment = alignment
         self._storage = torch.empty(self._book.capacity, dtype=torch.uint8, device=device)
         self._tensors: dict[Block, Tensor] = {}  # keys do not own tensors: no reference cycle keeps the memory alive
-        (ledger or NullLedger()).tag(self._storage, category)
+        ledger.tag(self._storage, category)
 
     @property
     def statistics(self) -> ArenaStatistics:

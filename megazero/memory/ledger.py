@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megazero.memory.address_book import AddressBook
 from megazero.memory.ledger_figures import (
     CATEGORIES,
     AllocatorSample,
@@ -205,6 +206,9 @@ class Ledger:
     def phase(self, phase: Phase) -> None:
         self._end_phase()
         self._phases.append(PhaseMark(self._num_operations, phase))
+
+    def address_book(self, capacity: int, *, alignment: int) -> AddressBook:
+        return AddressBook(capacity, alignment=alignment)
 
     def reset(self) -> None:
         self.take()

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megazero.memory.address_book import AddressBook
 from megazero.memory.ledger_figures import Category, Phase, StepMemory
 
 
@@ -36,6 +37,9 @@ class AnyLedger(Protocol):
 
     def reset(self) -> None:
         """Begin a step: forget changes, not live storages."""
+
+    def address_book(self, capacity: int, *, alignment: int) -> AddressBook:
+        """Return the addresses of an arena that is made; a ledger may keep them, to look at the arena's figures."""
 
     def take(self) -> StepMemory | None:
         """Return the figures since the last `reset` or `take`, and begin a step; None where no ledger is kept."""
@@ -69,6 +73,9 @@ class NullLedger:
 
     def reset(self) -> None:
         return None
+
+    def address_book(self, capacity: int, *, alignment: int) -> AddressBook:
+        return AddressBook(capacity, alignment=alignment)
 
     def take(self) -> None:
         return None

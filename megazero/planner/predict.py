@@ -13,7 +13,7 @@ _COMPILING = ("on", "max", "auto")
 def forecast_of(plan: Plan, *, total_tokens: int | None = None, draws: bool = False) -> Forecast:
     """Return the forecast of a planned job.
 
-    total_tokens: of the training; by default those of the run's own length.  draws: its stages have spans.
+    total_tokens: of the training; by default those that the run itself trains on.  draws: its stages have spans.
     """
     config, job, hardware, trace = plan.job.config, plan.job, plan.hardware, plan.trace
 
@@ -22,7 +22,8 @@ def forecast_of(plan: Plan, *, total_tokens: int | None = None, draws: bool = Fa
         return [(each.kind.value, each.micro_batch, each.chunk) for each in actions if each.kind.is_computation]
 
     fuses = hardware.device == "cuda" and config.training.compile in _COMPILING
-    length = derived.run_length(config, job.world_size)
+    steps = derived.run_length(config, job.world_size).steps
+    trained = steps - sum(len(range(span.start, min(span.stop, steps + 1))) for span in derived.untrained_steps(config))
     return Forecast(
         step=step_time(trace, hardware, order, fuses=fuses, draws=draws),
         hardware=hardware,
@@ -30,5 +31,5 @@ def forecast_of(plan: Plan, *, total_tokens: int | None = None, draws: bool = Fa
         tokens=trace.tokens,
         flops=flops_per_token(config.model, vocab_size=job.vocab_size),
         precision=config.precision.precision,
-        total_tokens=length.steps * trace.tokens if total_tokens is None else total_tokens,
+        total_tokens=trained * trace.tokens if total_tokens is None else total_tokens,
     )

@@ -58,5 +58,10 @@ def test_a_machine_that_is_twice_as_fast_in_everything_takes_half_as_long(words:
     assert sum(once.step.shares().values()) == pytest.approx(1, rel=0.02)
     assert once.tokens == 8 * 16
     assert once.total_tokens == 10 * 8 * 16
+    config = plan.job.config
+    training = replace(config.training, skip_train_iteration_range=("3-4", "8", "10-12"))  # four of the ten steps
+    skipping = replace(plan, job=replace(plan.job, config=replace(config, training=training)))
+    assert forecast_of(skipping).total_tokens == 6 * 8 * 16
+    assert forecast_of(skipping).seconds.value == pytest.approx(0.6 * once.seconds.value)
     assert once.flops == flops_per_token(plan.job.config.model, vocab_size=64)
     assert {"forward", "backward", "update"} <= once.step.parts().keys()

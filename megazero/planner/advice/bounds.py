@@ -9,12 +9,13 @@ is left out, so that a layout whose bound is too high is one that a dry run woul
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megazero.comm.groups import split_keys
 from megazero.comm.mesh import CONTROL
 from megazero.config import derived
-from megazero.config.optimizers import RUN_NAMES
+from megazero.config.optimizers import OPTIMIZERS, RUN_NAMES, in_numbers
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import ENDS, REPLICAS, SHARDS, Topology
 from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, configured
@@ -25,6 +26,8 @@ from megazero.train.pipeline_stages import pipeline_split
 from megazero.train.start.check import topology
 from megazero.zero.plan import Home, Lifetime, OptimizerShape, Placement, model_state_bytes, resolve
 
+# Moments of optimizers that certainly have them, which are all that a bound may count.
+_MOMENTS = MappingProxyType({"AdamW": 2, "Adam": 2, "Lion": 1})
 _OF_ATTENTION = 4  # operations of its two products by elements of queries and tokens of a sequence
 
 
@@ -242,15 +245,17 @@ class Bounds:
         config, best = configured(self.run.config, choice, self.run.samples), at_best(self.hardware)
         zero, plan = config.zero, resolve(config.zero, config.precision)
         shards, replicas = self._group(choice, SHARDS), self._group(choice, REPLICAS)
-        moments = 2 if RUN_NAMES[config.optimizer.optimizer] == "AdamW" else 0
+        kind = RUN_NAMES[config.optimizer.optimizer]
+        shape = OptimizerShape(_MOMENTS.get(in_numbers(kind), 0), in_8_bits=bool(OPTIMIZERS[kind].package))
         if config.model.lora_rank:  # frozen parameters have no other states
             parts = shards.size if plan.parameter.placement is Placement.PARTITIONED else 1
             held = numel * plan.parameter.itemsize // parts if plan.parameter.home is Home.DEVICE else 0
             return _Sent(0.0, 0.0, 0.0, 0.0, leased=True, memory={"parameters": held})
-        states = model_state_bytes(plan, numel, shards.size, Home.DEVICE, OptimizerShape(moments))
+        states = model_state_bytes(plan, numel, shards.size, Home.DEVICE, shape)
         owned = numel // (1 if plan.optimizer.placement is Placement.REPLICATED else shards.size)
         # Master weights and moments are read and written, and the gradient is read.
-        moved = owned * ((2 + 2 * moments) * plan.optimizer.itemsize + plan.gradient.itemsize)
+        moved = owned * (2 * plan.optimizer.itemsize + plan.gradient.itemsize)
+        moved += 2 * shape.moment_bytes(owned, plan.optimizer.itemsize)
         rates = [curve.highest for kind, curve in best.kernels.items() if kind != "attention"]
         at_home = plan.optimizer.home is Home.DEVICE or not best.is_asynchronous
         behind = moved / (max(rates) if at_home else best.kernel_rate("host").highest) / max(best.speed(1), 1.0)

@@ -10,10 +10,7 @@ With MD checkpoints lie in an arena with room for two batches of middle length, 
 has moved, and gradients in another.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +22,6 @@ from megazero.comm.startup import dry_mesh
 from megazero.errors import MemoryLimitError
 from megazero.library.engine import DataParallelEngine
 from megazero.library.initialize import initialize
-from megazero.memory import arena
 from megazero.memory.address_book import AddressBook
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
@@ -86,14 +82,14 @@ def train(*, defragments: bool, compacts: bool = True, limit: int | None = None)
         "activations": kept,
     }
     device = CachingAllocator(limit)
-    ledger = Ledger(CPU, rounds_to=ROUNDING, watch=device.changed)
+    ledger = _PiecesLedger(device, compacts=compacts)
     torch.manual_seed(1)
-    with _address_books(compacts=compacts) as books, ledger:
-        engine = initialize(Tower(), config, _mesh())
+    with ledger:
+        engine = initialize(Tower(), config, _mesh(), ledger=ledger)
         losses = tuple(_step(engine))
         alive = ledger.take().peak_bytes
         engine.close()
-    arenas = [book.statistics for book in books]
+    arenas = [book.statistics for book in ledger.books]
     compactions = sum(each.num_compactions for each in arenas)
     return Trained(device.needed_peak, alive, compactions, sum(each.failed_requests for each in arenas), losses)
 
@@ -120,17 +116,17 @@ def _mesh() -> Any:
     return dry_mesh(Topology(), 0, CPU, FusedBuffers(0, CPU), is_gpu=False, meter=Meter())
 
 
-@contextmanager
-def _address_books(*, compacts: bool) -> Iterator[list[AddressBook]]:
-    """Collect the address books of the arenas that are made inside."""
-    books: list[AddressBook] = []
+class _PiecesLedger(Ledger):
+    """A ledger that keeps the address books of all arenas; their blocks move if it `compacts`."""
 
-    def make(*sizes: Any, **options: Any) -> AddressBook:
-        books.append(AddressBook(*sizes, **options, compacts=compacts))
-        return books[-1]
+    def __init__(self, device: CachingAllocator, *, compacts: bool) -> None:
+        super().__init__(CPU, rounds_to=ROUNDING, watch=device.changed)
+        self._compacts = compacts
+        self.books: list[AddressBook] = []
 
-    with patch.object(arena, "AddressBook", make):
-        yield books
+    def address_book(self, capacity: int, *, alignment: int) -> AddressBook:
+        self.books.append(AddressBook(capacity, alignment=alignment, compacts=self._compacts))
+        return self.books[-1]
 
 
 def section_6_3() -> Table:

@@ -20,13 +20,13 @@ MODELS = {
     "Llama, few groups": (
         "dgx-h100",
         "--precision bf16 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
-        " --group-query-attention --num-query-groups 2 --hidden-dropout 0 --attention-dropout 0"
+        " --group-query-attention --num-query-groups 2 --hidden-dropout 0 --attention-dropout 0 --optimizer lion"
         " --untie-embeddings-and-output-weights",
     ),
     "frozen, adapters": ("dgx-a100", "--precision bf16 --lora-rank 4 --load weights"),
     "squared ReLU, sums in fp32": (
         "dgx-h100",
-        "--precision bf16 --squared-relu --accumulate-allreduce-grads-in-fp32 --clip-grad 0",
+        "--precision bf16 --squared-relu --accumulate-allreduce-grads-in-fp32 --clip-grad 0 --optimizer adamw8bit",
     ),
 }
 
@@ -89,6 +89,18 @@ def test_a_bound_has_most_of_a_large_layout() -> None:
     bound = Bounds(run, 5000, MACHINES["dgx2-v100"], nodes).of(choice)
     assert bound.seconds > 0.85 * forecast_of(plan).step.seconds
     assert bound.total > 0.7 * plan.need(*plan.binding).total
+
+
+def test_moments_have_the_bytes_of_their_optimizer() -> None:
+    """Those in 8 bits have a byte, and a number in fp32 for each block of 256."""
+    nodes, machine = Nodes((8,)), MACHINES["dgx-a100"]
+    found = {
+        name: Bounds(run_of(f"--precision bf16 --optimizer {name}", 8), 5000, machine, nodes).of(LayoutChoice())
+        for name in ("adam", "adamw8bit", "lion", "lion8bit", "sgd")
+    }
+    whole = found["adam"].memory["moments"]
+    expected = {"adam": 1.0, "adamw8bit": (1 + 4 / 256) / 4, "lion": 0.5, "lion8bit": (1 + 4 / 256) / 8, "sgd": 0.0}
+    assert {name: bound.memory["moments"] / whole for name, bound in found.items()} == pytest.approx(expected, abs=1e-4)
 
 
 def test_rates_at_best() -> None:
