@@ -1,6 +1,7 @@
-"""Defines the flags for argparse from the descriptions of the settings, and splits a command line into raw values.
+"""Splits a command line into flags and raw values, and writes the help of all flags.
 
-argparse splits the words and prints the help, but checks no values, because it would stop at the first error.
+argparse writes the help.  Words are split here, without its parser: half a thousand flags take it longer to define than
+all else takes that is done to a command line.  Values are not checked, so that all problems are reported at once.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from megazero.command_line.names import QUESTIONS, SOURCES, spellings
+from megazero.command_line.names import QUESTIONS, SOURCES, all_names, spellings
 from megazero.command_line.processes import FLAG, HELP
 from megazero.config.engine_sections import UNLIMITED
 from megazero.config.fields import FieldInfo
@@ -16,28 +17,11 @@ from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, SECTIONS
 from megazero.config.values import RawValue
-from megazero.dialects.corpus_files import FILES
-from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, PUBLISHED, REFUSED, SHORTHANDS
-
-
-class _Record(argparse.Action):
-    """An action that records every flag in the order and spelling of the command line, with its words unchanged."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        assert option_string is not None, "there are no positional arguments"
-        source = " ".join([option_string, *values])
-        name = option_string.removeprefix("--")
-        origin = Origin.FOREIGN if name in PUBLISHED or name in SHORTHANDS else Origin.USER
-        namespace.given.append(RawValue(name, tuple(values), source, origin))
+from megazero.dialects.megatron import PUBLISHED, SHORTHANDS
 
 
 class _Help(argparse.HelpFormatter):
-    """A formatter of the help that shows `--lr NUMBER`, although argparse accepts any number of words after a flag.
-
-    The number of words is checked in `validate.parse_value`, so that it is reported together with all other problems.
-    """
+    """A formatter of the help that shows every flag with its metavar, `--lr X`, and breaks no word."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=110)
@@ -71,10 +55,10 @@ FOR_DEEPSPEED = frozenset(
 
 
 def build_parser(groups: Collection[str] = GROUPS, *, whole: bool = True) -> argparse.ArgumentParser:
-    """Return the parser with every flag: settings in groups, and flags of other projects, which the help hides.
+    """Return the parser that writes the help, with the settings in groups; other projects' flags are not in it.
 
-    groups: the groups that the help shows; the usage and what surrounds it is shown with all of them only.
-    whole: False leaves the settings FOR_DEEPSPEED out of the help.
+    groups: those that it has; the usage and what surrounds it is shown with all of them only.
+    whole: False leaves the settings FOR_DEEPSPEED out.
     """
     has_all = len(groups) == len(GROUPS)
     parser = argparse.ArgumentParser(
@@ -97,30 +81,26 @@ def build_parser(groups: Collection[str] = GROUPS, *, whole: bool = True) -> arg
         allow_abbrev=False,
         add_help=False,
     )
-    parser.set_defaults(given=[])
     headlines = {section: _headline(cls) for section, cls in SECTIONS}
     targets: dict[str, Any] = {
         name: parser.add_argument_group(name, headlines.get(name)) for name in GROUPS if name in groups
     }
     for name, (metavar, text) in QUESTIONS.items():
-        _add(targets.get("finding out"), parser, [f"--{name}"], metavar, text)
+        _add(targets.get("finding out"), [f"--{name}"], metavar, text)
     rows = {"preset": PRESETS, "zero-config": ZERO_CONFIGS}
     for name, (metavar, text) in SOURCES.items():
         listed = f"{text}: {', '.join(rows[name])}" if name in rows else text
-        _add(targets.get("sources"), parser, [f"--{name}"], metavar, listed)
+        _add(targets.get("sources"), [f"--{name}"], metavar, listed)
     for info in FIELDS:
-        group = targets.get(info.section) if whole or info.name not in FOR_DEEPSPEED else None
-        _add(group, parser, spellings(info), metavar_of(info), help_text(info))
-    foreign = [f"--{name}" for name in (*SHORTHANDS, *FILES, *ACCEPTED, *FIXED, *FOLLOWING, *REFUSED)]
-    _add(None, parser, foreign, "", "")
+        if whole or info.name not in FOR_DEEPSPEED:
+            _add(targets.get(info.section), spellings(info), metavar_of(info), help_text(info))
     return parser
 
 
-def _add(group: Any, parser: argparse.ArgumentParser, flags: list[str], metavar: str, text: str) -> None:
-    """Add a flag to its group; without one, to the parser, where the help does not show it."""
-    shown = argparse.SUPPRESS if group is None else text.replace("%", "%%")
-    target = parser if group is None else group
-    target.add_argument(*flags, nargs="*", action=_Record, dest="given", metavar=metavar, help=shown)
+def _add(group: Any, flags: list[str], metavar: str, text: str) -> None:
+    """Add a flag to its group, unless the help leaves that out."""
+    if group is not None:
+        group.add_argument(*flags, nargs="*", metavar=metavar, help=text.replace("%", "%%"))
 
 
 def _headline(cls: type) -> str:
@@ -158,27 +138,32 @@ def _default_text(info: FieldInfo) -> str:
 
 
 def split_words(argv: Sequence[str]) -> tuple[list[RawValue], list[str]]:
-    """Return (flags with their words, words that belong to no known flag)."""
-    parsed, stray = build_parser().parse_known_args(_normalise(argv))
-    return parsed.given, stray
+    """Return (flags in their order with their words unchanged, words that belong to no known flag).
 
-
-def _normalise(argv: Sequence[str]) -> list[str]:
-    """Replace underscores in flags by dashes, and join `--lr -1e-5` by "=", as argparse would take -1e-5 for a flag."""
-    words: list[str] = []
+    A flag has the words up to the next one, `--flag=word` that word alone; `--a_flag` is `--a-flag`.
+    """
+    known = {f"--{name}" for name in all_names()} - {FLAG}  # which a start has taken out
+    given: list[tuple[str, list[str]]] = []
+    stray: list[str] = []
+    words = stray  # those that the next value joins
     for word in argv:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            words.append(name.replace("_", "-") + equals + value)
-        elif word.startswith("-") and _is_number(word) and _awaits_value(words):
-            words[-1] += "=" + word
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if word.startswith("--") and flag in known:
+            given.append((flag, [value] if equals else []))
+            words = stray if equals else given[-1][1]
+        elif word.startswith("-") and word != "-" and " " not in word and not _is_number(word):
+            words = stray
+            words.append(flag + equals + value if word.startswith("--") else word)
         else:
             words.append(word)
-    return words
+    return [_raw(flag, tuple(values)) for flag, values in given], stray
 
 
-def _awaits_value(words: Sequence[str]) -> bool:
-    return bool(words) and words[-1].startswith("--") and "=" not in words[-1]
+def _raw(flag: str, words: tuple[str, ...]) -> RawValue:
+    name = flag.removeprefix("--")
+    origin = Origin.FOREIGN if name in PUBLISHED or name in SHORTHANDS else Origin.USER
+    return RawValue(name, words, " ".join([flag, *words]), origin)
 
 
 def _is_number(word: str) -> bool:

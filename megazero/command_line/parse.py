@@ -1,7 +1,7 @@
 """Reads the command line, which has one flag for each setting, made from the setting's description.
 
 Order of precedence: flags (and `--deepspeed-config ds.json`, whose values count as flags), then `--config run.yaml`,
-then `--zero-config C4`, then `--preset gpt2-124m`, then defaults.  argparse splits the words and prints `--help`;
+then `--zero-config C4`, then `--preset gpt2-124m`, then defaults.  `flags.py` splits the words, and
 `megazero.config.values` turns words and files' values into the settings' types.  The two libraries that would do both
 at once were tried first: tyro and jsonargparse list unknown flags together, but stop at the first value that doesn't
 fit its type, and don't report unknown flags beside it.  Neither has a place for flags that are known and refused, or

@@ -30,6 +30,7 @@ from megazero.operating_system import memory_bytes
 from megazero.parallel.launch import Launch
 from megazero.planner.dry_run import DryJob
 from megazero.planner.hardware import Hardware
+from megazero.planner.hollow import Operators
 from megazero.planner.machines import MACHINES
 from megazero.planner.plan import Plan, make_plan
 from megazero.planner.predict import forecast_of
@@ -77,10 +78,11 @@ def _tried(job: DryJob, hardware: Hardware) -> list[Plan]:
     rungs = list(ladder(job.config, is_gpu=job.is_gpu))
     places = homes(job.config, is_gpu=job.is_gpu)
     tried: list[Plan] = []
+    operators = Operators()
 
     def run_dry(rung: int, place: int) -> Room:
         configs = (with_values(config, places[place]) for config in rungs[rung])
-        plans = [make_plan(replace(job, config=config), hardware) for config in configs]
+        plans = [make_plan(replace(job, config=config), hardware, operators=operators) for config in configs]
         tried.extend(plans)
         if any(plan.fits for plan in plans):
             return Room.ENOUGH

@@ -24,9 +24,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from megazero.errors import Problem, UsageError
 
@@ -113,7 +113,7 @@ class Hollow(TorchDispatchMode):
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # addresses given back, by their bytes
         self._blocks: dict[int, _Block] = {}
         self._operators = Operators() if operators is None else operators
-        self._fake = FakeTensorMode()
+        self._mode = FakeTensorMode()
         self._contexts = ExitStack()
 
     @classmethod
@@ -169,17 +169,21 @@ class Hollow(TorchDispatchMode):
 
         The second result is True if no tensor that it returns has more than one element.
         """
-        with self._fake:
-            given, named = tree_map_only(Tensor, _fake, (tuple(args), dict(kwargs)))
+        given, named = tree_map_only(Tensor, self._fake, (tuple(args), dict(kwargs)))
+        with self._mode:
             result = _as_computed(func, given, func(*given, **named))
-        before, after = tree_leaves((args, kwargs)), tree_leaves((given, named))
-        pairs = zip(before, after, strict=True)
-        if any(isinstance(one, Tensor) and one.shape != other.shape for one, other in pairs):
+        pairs = zip(tensors_in((*args, *kwargs.values())), tensors_in((*given, *named.values())), strict=True)
+        if any(one.shape != other.shape for one, other in pairs):
             rule = "a tensor of a dry run keeps the memory that it was made with"
             legal = "an out= of the result's shape, or none"
             raise UsageError(Problem(f"{func}, which changes the shape of what it is given", rule, legal))
-        is_small = all(one.numel() <= 1 for one in tree_leaves(result) if isinstance(one, Tensor))
+        is_small = all(one.numel() <= 1 for one in tensors_in([result]))
         return tree_map_only(Tensor, _form, result), is_small
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """Return a fake tensor of the same form; inside its mode it would take several times as long to make."""
+        form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(self._mode, form, tensor.device)
 
     def _tensor(self, form: _Form) -> Tensor:
         dtype, device, nbytes, offset, shape, strides = form
@@ -194,7 +198,7 @@ class Hollow(TorchDispatchMode):
 
     def _has_values(self, args: Any, kwargs: Any) -> bool:
         """Return True for arguments with tensors, none of which is hollow."""
-        tensors = [one for one in _tensors((*args, *(kwargs or {}).values())) if not one.is_meta]
+        tensors = [one for one in tensors_in((*args, *(kwargs or {}).values())) if not one.is_meta]
         return bool(tensors) and not any(map(self._is_hollow, tensors))
 
     def _is_hollow(self, tensor: Tensor) -> bool:
@@ -308,13 +312,13 @@ def _signature(value: Any) -> Any:
     return (type(value), value) if isinstance(value, (bool, float)) else value  # 1 == 1.0 == True
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among values and in lists and tuples of them, which are all that operators take."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _as_computed(func: Any, given: Sequence[Any], result: Any) -> Any:
@@ -323,11 +327,6 @@ def _as_computed(func: Any, given: Sequence[Any], result: Any) -> Any:
         output, *statistics = result
         return (output, *[each.to(given[3].dtype) for each in statistics])
     return result
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    """Return a fake tensor of the same form, inside the mode of fake tensors."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _form(tensor: Tensor) -> _Form:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from megazero.planner.hollow import tensors_in
 from megazero.planner.trace import Operand, Operation
 
 # Operators without a kernel beside views: memory that is only taken, resized or named anew, or tensors of others.
@@ -67,8 +67,7 @@ class Operations:
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _kind(func))
         if not kind.has_kernel:
             return None
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs, outputs = [*tensors_in((*args, *kwargs.values()))], [*tensors_in([result])]
         if not inputs and not outputs:
             return None
         sizes = tuple((tensor.shape, tensor.dtype) for tensor in (*inputs, *outputs))
@@ -100,7 +99,7 @@ def _operation(
     outputs: Sequence[Tensor],
 ) -> Operation:
     named = [*zip(kind.arguments, args, strict=False), *kwargs.items()]
-    given = [(name, leaf) for name, value in named for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    given = [(name, tensor) for name, value in named for tensor in tensors_in([value])]
     changed = [leaf for name, leaf in given if name in kind.written]
     read = [leaf for name, leaf in given if name not in kind.written]
     overwrites = kind.name in _OVERWRITING

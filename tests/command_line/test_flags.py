@@ -3,7 +3,7 @@
 import pytest
 
 from megazero.command_line.flags import build_parser, split_words
-from megazero.command_line.names import spellings
+from megazero.command_line.names import all_names, spellings
 from megazero.config.run import FIELDS
 
 
@@ -31,6 +31,28 @@ def test_underscores_are_dashes_in_names_and_stay_in_values() -> None:
 @pytest.mark.parametrize("number", ["-1", "-1e-5", "-.5", "-1_000"])
 def test_a_negative_number_is_a_value(number: str) -> None:
     assert words(f"--lr {number} --seed 1") == [("lr", (number,)), ("seed", ("1",))]
+
+
+def test_a_flag_has_the_words_up_to_the_next_one() -> None:
+    """One after "=" is a flag's only word; a word with a blank is a value, whatever it begins with."""
+    line = ["loose", "--lr=1", "2", "--data-path", "-", "--a b", "-1.5e3", "--seed="]
+    found, stray = split_words(line)
+    assert [(item.source, item.value) for item in found] == [
+        ("--lr 1", ("1",)),
+        ("--data-path - --a b -1.5e3", ("-", "--a b", "-1.5e3")),
+        ("--seed ", ("",)),
+    ]
+    assert stray == ["loose", "2"]
+
+
+def test_what_follows_an_unknown_flag_is_no_flags() -> None:
+    found, stray = split_words(["--lr", "1", "--no_such=2", "3", "-x", "y", "--processes", "4", "--seed", "5"])
+    assert [item.source for item in found] == ["--lr 1", "--seed 5"]
+    assert stray == ["--no-such=2", "3", "-x", "y", "--processes", "4"]
+
+
+def test_no_name_stands_twice() -> None:
+    assert len(all_names()) == len(set(all_names()))
 
 
 def test_names_are_not_abbreviated() -> None:

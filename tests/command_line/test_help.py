@@ -53,7 +53,7 @@ def test_every_known_key_has_an_answer() -> None:
     )
     offload = flat("zero_optimization.offload_param.device")
     assert offload.endswith(
-        'honoured; it sets --offload-param; one of none, cpu, nvme; DeepSpeed\'s default is "none".'
+        'honoured; it sets --offload-param; one of none, cpu, nvme, auto; DeepSpeed\'s default is "none".'
     )
     assert flat("bfloat16.enabled").endswith("honoured; true or false; DeepSpeed's default is false.")
 

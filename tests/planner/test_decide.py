@@ -23,7 +23,7 @@ AUTO: dict[str, Any] = {
     "checkpoint_in_cpu": "auto",
 }
 SIZES: dict[str, Any] = {
-    "num_layers": 6,
+    "num_layers": 3,
     "hidden_size": 512,
     "num_attention_heads": 8,
     "seq_length": 512,

@@ -126,19 +126,35 @@ def measure(job: DryJob, hardware: Hardware, operators: Operators | None = None)
     few = micro_batches(job.config, job.num_micro_batches)
     splits = [found.split] + [tuple(layers + 1 for layers in found.split)] * (found.more > 0)
     plans = tuple(make_plan(_shallow(job, split, few), hardware, parts=PARTS, operators=shared) for split in splits)
+    return _measured(job, plans, found.more, job.num_micro_batches - few)
+
+
+def with_layers(found: Measured, layers: int) -> Measured:
+    """Return what the same job takes with another number of layers, by the same two samples.
+
+    The job has one pipeline stage and more layers than its samples, before and after.
+    """
+    model = found.job.config.model
+    job = replace(found.job, config=replace(found.job.config, model=replace(model, num_layers=layers)))
+    more = depths(job.config, job.vocab_size).more
+    assert job.topology.pp == 1 and found.depth > 0 and more > 0
+    return _measured(job, found.plans, more, found.width)
+
+
+def _measured(job: DryJob, plans: tuple[Plan, ...], depth: int, width: int) -> Measured:
+    """Return what a job takes by its samples; depth, width: as of `Measured`."""
     steps = [forecast_of(plan).step for plan in plans]
-    width = job.num_micro_batches - few
     needs = {
         (rank.trace.rank, part): _extrapolated(
-            [_memory_of(plan, plan.ranks[place], part, job) for plan in plans], found.more
+            [_memory_of(plan, plan.ranks[place], part, job) for plan in plans], depth
         )
         for place, rank in enumerate(plans[0].ranks)
         for part in PARTS
     }
     fullest = max(needs, key=lambda key: sum(needs[key].values()))
-    host = _extrapolated([{"": float(plan.host_bytes)} for plan in plans], found.more)[""]
-    seconds = _seconds(steps, found.more, width)
-    return Measured(job, plans, found.more, width, needs[fullest], fullest, host, steps[-1], seconds)
+    host = _extrapolated([{"": float(plan.host_bytes)} for plan in plans], depth)[""]
+    seconds = _seconds(steps, depth, width)
+    return Measured(job, plans, depth, width, needs[fullest], fullest, host, steps[-1], seconds)
 
 
 def _extrapolated(samples: Sequence[Mapping[str, float]], more: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import Any
 from megazero.config.run import RunConfig
 from megazero.errors import Problem
 from megazero.planner.dry_run import DryJob
+from megazero.planner.hollow import Operators
 from megazero.planner.page.controls import CONTROLS, MICRO_BATCH
 from megazero.planner.plan import Plan, between_nodes, make_plan, phase_at_peak
 from megazero.planner.predict import forecast_of
@@ -124,13 +125,14 @@ def points(plan: Plan, controls: Sequence[str], report: Callable[[str], None] = 
     """Return the runs that the controls need, the plan's own first.  report: gets a line before each is run dry."""
     found = [point_of(plan)]
     wanted = list(settings(plan.job, controls))[1:]
+    operators = Operators()
     for number, setting in enumerate(wanted):
         job = with_setting(plan.job, setting)
         if problems := problems_of(job):
             found.append(Point(setting, refused=f"{problems[0].given}: {problems[0].rule}"))
             continue
         report(f"run {number + 1} of {len(wanted)}: " + ", ".join(f"{name} {value}" for name, value in setting.items()))
-        found.append(point_of(make_plan(job, plan.hardware, parts=_PARTS)))
+        found.append(point_of(make_plan(job, plan.hardware, parts=_PARTS, operators=operators)))
     return tuple(found)
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from megazero.config.presets import ZERO_CONFIGS
 from megazero.parallel.nodes import Nodes
-from megazero.planner.advice.shallow import Measured, measure
+from megazero.planner.advice.shallow import Measured, measure, with_layers
 from megazero.planner.dry_run import DryJob
 from megazero.planner.machines import MACHINES
 from megazero.planner.paper import points
@@ -164,9 +164,8 @@ def _throughput(name: str, found: Measured, papers: float | None = None, sign: s
 
 def largest(point: PaperRun, *settings: str) -> float:
     """Return the billions of parameters of the deepest model of this shape that fits: memory is a line over layers."""
-    depths = (_SHALLOW, _DEEP)
-    found = [measure(job_of(point._replace(layers=layers), *settings), DGX2).total for layers in depths]
-    layers = depths[0] + _room(found) * (depths[1] - depths[0])
+    deep = measure(job_of(point._replace(layers=_DEEP), *settings), DGX2)
+    layers = _SHALLOW + _room([with_layers(deep, _SHALLOW).total, deep.total]) * (_DEEP - _SHALLOW)
     return int(layers) * 12 * point.hidden**2 / 1e9
 
 

@@ -6,7 +6,7 @@ import pytest
 from support.each import each
 
 from megazero.parallel.nodes import Nodes
-from megazero.planner.advice.shallow import PARTS, depths, measure, micro_batches
+from megazero.planner.advice.shallow import PARTS, depths, measure, micro_batches, with_layers
 from megazero.planner.dry_run import DryJob
 from megazero.planner.machines import MACHINES
 from megazero.planner.plan import make_plan
@@ -71,6 +71,16 @@ def test_recomputed_layers_are_sampled_beside_their_neighbours() -> None:
     plan = make_plan(job, V100, parts=PARTS)
     assert found.depth == 4
     assert found.total == pytest.approx(plan.need(*plan.binding).total, rel=0.03)
+    # Samples of one depth serve every other one.
+    deeper = measure(job_of(words.replace("layers 6", "layers 60"), Nodes((16, 16)), wide=True), V100)
+    again = with_layers(deeper, 6)
+    assert (again.memory, again.place, again.seconds, again.mfu) == (
+        found.memory,
+        found.place,
+        found.seconds,
+        found.mfu,
+    )
+    assert deeper.total > 5 * again.total
 
 
 @each(

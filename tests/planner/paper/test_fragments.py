@@ -5,13 +5,17 @@ import torch
 from torch import nn
 
 from megazero.errors import MemoryLimitError
-from megazero.planner.paper.fragments import DEVICE_MIB, MIB, Tower, train
+from megazero.planner.paper.fragments import DEVICE_MIB, MIB, Tower, Trained, train
 
 LIMIT = DEVICE_MIB * MIB
 
 
-def test_defragmentation_lets_a_training_go_on_that_fragments_end() -> None:
-    found = train(defragments=True, limit=LIMIT)
+@pytest.fixture(scope="module")
+def found() -> Trained:
+    return train(defragments=True, limit=LIMIT)
+
+
+def test_defragmentation_lets_a_training_go_on_that_fragments_end(found: Trained) -> None:
     assert found.compactions > 0 and found.outside == 0 and found.needed <= LIMIT
     with pytest.raises(MemoryLimitError, match="free in pieces"):
         train(defragments=False, limit=LIMIT)
@@ -24,7 +28,7 @@ def test_defragmentation_lets_a_training_go_on_that_fragments_end() -> None:
     assert found.losses == plain.losses == still.losses
 
 
-def test_losses_are_those_of_plain_torch() -> None:
+def test_losses_are_those_of_plain_torch(found: Trained) -> None:
     torch.manual_seed(1)
     model = Tower()
     batches = [torch.randn(length * 256, 256) for length in (4, 2, 6, 2, 5, 3)]
@@ -34,4 +38,4 @@ def test_losses_are_those_of_plain_torch() -> None:
         for up, down in zip(model.up, model.down, strict=True):
             x = x + down(torch.nn.functional.gelu(up(x)))
         losses.append(x.square().mean().item())
-    assert train(defragments=True).losses == pytest.approx(losses, rel=1e-6)
+    assert found.losses == pytest.approx(losses, rel=1e-6)
