@@ -66,9 +66,9 @@ def picture(width: float, height: float, parts: Iterable[str], *, label: str, st
     )
 
 
-def part_of_page(width: float, height: float, parts: Iterable[str], *, label: str) -> str:
-    """Return an SVG element for a page that has `COLOURS` and `CLASSES`."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img"'
+def part_of_page(width: float, height: float, parts: Iterable[str], *, label: str, role: str = "img") -> str:
+    """Return an SVG element for a page that has `COLOURS` and `CLASSES`; role: "group" for one with parts to focus."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="{role}"'
     return "\n".join([f'{head} aria-label="{escape(label)}">', *parts, "</svg>"])
 
 

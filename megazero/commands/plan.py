@@ -3,10 +3,9 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megazero.console import Console
 from megazero.errors import ConfigError, Problem
@@ -32,13 +31,12 @@ from megazero.planner.words import (
 )
 from megazero.report.summary import read_records
 from megazero.train.start.outline import outline_sizes
-
-if TYPE_CHECKING:
-    from megazero.planner.page.page import PageStory
+from megazero.units import counted
 
 USAGE = f"""usage: megazero plan [--hardware NAME|FILE.yaml] [--nodes N | --world-size N]
                      [--format text|json|html] [--output FILE.html] [--what-if LIST] FLAGS
-       megazero plan --advise [--hardware ...] [--nodes N] [--without-nodes N] [--format text|json] FLAGS
+       megazero plan --advise [--hardware ...] [--nodes N] [--without-nodes N]
+                     [--format text|json|html] [--output FILE.html] FLAGS
        megazero plan --compare RUN/metrics.jsonl [--hardware ...] FLAGS
        megazero plan --calibrate FILE.yaml [--quick] [--processes N]
        megazero plan --paper [LIST] [--format text|json]
@@ -63,7 +61,8 @@ corpus made-up tokens are planned; nothing is trained, loaded or saved.
 --calibrate  measures this machine by all processes at once, those of --processes or of a launcher, and writes its
              description to a new file, for --hardware; two minutes on CPUs
 --quick      measures fewer sizes for a shorter time: a coarse description in half a minute
---format     text, json (everything in bytes), or html: a page with pictures and tables that stands alone
+--format     text, json (everything in bytes), or html: a page with pictures and tables that stands alone, with --advise
+             of all layouts that were run dry, as points of memory and time
 --output FILE.html   the file of the page (default: standard output)
 --what-if LIST   what a reader of the page may change: {", ".join(CONTROLS)}, or none (default: {DEFAULT});
              each value is run dry with two sizes of micro-batch
@@ -96,7 +95,7 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(Problem(f"--output {output}", rule, "the name of a file that is not there yet"))
     hardware = machine(own.values)
     if own.is_advice:
-        return _advise(own, hardware, as_json=as_json)
+        return _advise(own, hardware, chosen, output, shlex.join(("megazero", "plan", *words)))
     run = Path(own.values["--compare"]) if "--compare" in own.values else None
     records = [] if run is None else list(read_records(run))
     wanted = read_run(own.rest, nodes_of(own.values, hardware))
@@ -119,12 +118,13 @@ def main(words: Sequence[str]) -> int:
     forecast = forecast_of(plan, draws=as_page)
     rows = () if run is None else compared(forecast.step, records, origin=str(run))
     if as_page:
-        from megazero.planner.page.page import PageStory
+        from megazero.planner.page.page import PageStory, plan_page
         from megazero.planner.page.what_if import points
+        from megazero.planner.show import verdict
 
         tried = points(plan, controls, lambda line: print(line, file=sys.stderr))
         story = PageStory(plan, forecast, tried, rows, shlex.join(("megazero", "plan", *words)))
-        _page(story, output)
+        _page(plan_page(story), output, verdict(plan))
     elif as_json:
         beside = {} if run is None else {"compared": [asdict(row) for row in rows]}
         near = {} if plan.fits else {"nearest": _nearest(own, wanted, hardware)[1]}
@@ -138,8 +138,8 @@ def main(words: Sequence[str]) -> int:
     return 0 if plan.fits else 1
 
 
-def _advise(own: Words, hardware: Hardware, *, as_json: bool) -> int:
-    """Search layouts and print the fastest that fit."""
+def _advise(own: Words, hardware: Hardware, chosen: str, output: Path | None, command: str) -> int:
+    """Search layouts and print the fastest that fit, as text, JSON or a page (html)."""
     all_nodes = nodes_of(own.values, hardware)
     nodes = nodes_left(own.values, all_nodes)
     run = read(own.rest, all_nodes.world_size)
@@ -151,7 +151,11 @@ def _advise(own: Words, hardware: Hardware, *, as_json: bool) -> int:
     search = Search(run, vocabulary(run.config), hardware, lambda line: print(line, file=sys.stderr))
     advice = advise(search, nodes)
     console = Console()
-    if as_json:
+    if chosen == "html":
+        from megazero.planner.page.layouts import layouts_page
+
+        _page(layouts_page(advice, command), output, (f"{counted(len(advice.outcome.found), 'layout')} that fit",))
+    elif chosen == "json":
         console.line(json.dumps(to_json(advice), indent=1))
     else:
         for line in lines(advice):
@@ -174,18 +178,14 @@ def _nearest(own: Words, wanted: Wanted, hardware: Hardware) -> tuple[Sequence[s
     return tuple(remedy(search, near)), None if near is None else found_to_json(search, near)
 
 
-def _page(story: "PageStory", output: Path | None) -> None:
-    """Write the page to a file, or print it."""
-    from megazero.planner.page.page import plan_page
-    from megazero.planner.show import verdict
-
-    page = plan_page(story)
+def _page(page: str, output: Path | None, lines: Iterable[str]) -> None:
+    """Write the page to a file and print these lines about it, or print the page alone."""
     if output is None:
         sys.stdout.write(page)
         return
     with written_aside(output) as stream:
         stream.write(page.encode())
-    for line in (*verdict(story.plan), f"written: {output}"):
+    for line in (*lines, f"written: {output}"):
         Console().line(line)
 
 

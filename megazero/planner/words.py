@@ -97,8 +97,9 @@ def split_words(words: Sequence[str]) -> Words:
         raise ConfigError(Problem(f"--advise {others[0]}", "they answer different questions", f"--advise, {others[0]}"))
     if is_quick and "--calibrate" not in values:
         raise ConfigError(Problem("--quick", "it shortens a calibration", "--calibrate FILE.yaml --quick"))
-    if is_advice and chosen == "html":
-        raise ConfigError(Problem("--advise --format html", "advice is text or JSON", "--format text, --format json"))
+    if is_advice and "--what-if" in values:
+        given = f"--advise --what-if {values['--what-if']}"
+        raise ConfigError(Problem(given, "an advisor tries all layouts anyway", "one of the two"))
     return Words(values, is_paper, rest, is_advice, is_quick)
 
 

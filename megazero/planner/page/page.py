@@ -4,13 +4,10 @@ Every picture has its figures as a table below.  A script of its own serves the 
 the runs as a table.  `<data value>` has the exact figure of a cell, and the element `plan` the whole plan as JSON.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from types import MappingProxyType
-from typing import Any
 
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.planner.compare import ComparedPart
@@ -18,6 +15,7 @@ from megazero.planner.dry_run import RankRecord
 from megazero.planner.forecast import Forecast
 from megazero.planner.page import pictures
 from megazero.planner.page.controls import CONTROLS, MICRO_BATCH
+from megazero.planner.page.document import document
 from megazero.planner.page.stages import lanes_of, shares_of
 from megazero.planner.page.tables import figure, folded, nbytes, share, swatch, table, word
 from megazero.planner.page.what_if import Point
@@ -26,12 +24,10 @@ from megazero.planner.seconds import StepTime
 from megazero.planner.show import AXES, line_of, verdict
 from megazero.planner.trace import Part
 from megazero.report.pictures.ledger_picture import CATEGORY_COLOURS, drawing, joined, sections
-from megazero.svg import CLASSES, COLOURS
 from megazero.units import format_bytes, format_count
 
 _COLUMNS = 500  # of the areas of a picture of memory
 _MOST_ROWS = 40
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _TITLES: Mapping[str, str] = MappingProxyType(
     {
         MICRO_BATCH: "Micro-batch",
@@ -76,26 +72,13 @@ def plan_page(story: PageStory) -> str:
     ]
     drawn = "\n".join(f'<section aria-label="{name}"><h2>{name}</h2>\n{text}</section>' for name, text in body if text)
     scale = {"device": plan.hardware.memory_bytes, "colours": dict(CATEGORY_COLOURS)}
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Plan: {escape(title)}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width">\n'
-        f"<style>{COLOURS}{CLASSES}{_file('page.css')}</style></head>\n<body><main>\n<h1>Plan: {escape(title)}</h1>\n"
-        f"<p><code>{escape(story.command)}</code></p>\n{_verdict(plan)}\n{_tiles(plan, story.forecast)}\n"
-        f"{drawn}\n</main>\n"
-        f'<script type="application/json" id="plan">{_json(recorded)}</script>\n'
-        f'<script type="application/json" id="scale">{_json(scale)}</script>\n'
-        f"<script>{_file('what_if.js')}</script>\n</body></html>\n"
+    return document(
+        f"Plan: {title}",
+        story.command,
+        f"{_verdict(plan)}\n{_tiles(plan, story.forecast)}\n{drawn}",
+        data={"plan": recorded, "scale": scale},
+        script="what_if.js",
     )
-
-
-def _file(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _json(content: Any) -> str:
-    """Return JSON that no HTML parser takes for the end of its element."""
-    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _verdict(plan: Plan) -> str:

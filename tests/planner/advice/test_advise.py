@@ -110,6 +110,11 @@ def test_nodes_that_are_gone() -> None:
 def test_words_of_advice() -> None:
     words = split_words(["--advise", "--without-nodes", "1", "--lr", "1"])
     assert words.is_advice and words.values == {"--without-nodes": "1"} and words.rest == ["--lr", "1"]
-    for given in ("--without-nodes 1", "--advise --format html", "--advise --paper", "--advise --calibrate x.yaml"):
+    for given in (
+        "--without-nodes 1",
+        "--advise --what-if stage --format html",
+        "--advise --paper",
+        "--advise --calibrate x.yaml",
+    ):
         with pytest.raises(ConfigError):
             split_words(given.split())

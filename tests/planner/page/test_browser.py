@@ -1,17 +1,11 @@
 """Opens the page of a plan in headless Chromium: its controls show the recorded runs, and what lies between them."""
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from support.plan_page import Drawn, Reader, drawn_plan
+from support.browser import BROWSER, opened
+from support.plan_page import Drawn, drawn_plan
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--disable-extensions"),
-)
 CAPTION = "The plan and this setting, bytes of the rank that needs most"
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
@@ -20,15 +14,6 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="Chromium is not install
 @pytest.fixture(scope="module")
 def drawn() -> Drawn:
     return drawn_plan()
-
-
-def opened(page: str, folder: Path, fragment: str) -> Reader:
-    """Return the page as it is once its script has set the controls by the fragment."""
-    file = folder / "plan.html"
-    file.write_text(page)
-    command = [str(BROWSER), *FLAGS, f"--user-data-dir={folder / fragment}", "--dump-dom", f"file://{file}#{fragment}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return Reader(done.stdout)
 
 
 def test_the_controls_show_a_recorded_run(drawn: Drawn, tmp_path: Path) -> None:
