@@ -62,7 +62,12 @@ ensure_environment() {
     say "installing torch"
     install_torch || fail "torch could not be installed; see pip's message above (no network? use --no-install)"
     say "installing megazero and its tools"
+    # Meanwhile another core compiles what every run imports of torch: pip is busy with its index for half a minute.
+    env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c 'import torch.distributed.tensor, torch._inductor.compile_fx' \
+        >/dev/null 2>&1 &
+    local compiling=$!
     .venv/bin/python -m pip install --quiet --no-compile -e '.[test]' -c scripts/constraints.txt ||
         fail "megazero could not be installed; see pip's message above"
+    wait "$compiling" || true  # what is not compiled is compiled when it is imported
     environment_fingerprint >"$stamp"
 }

@@ -6,6 +6,7 @@ same names.  An unknown key is an error, and so is one that stands twice.  `to_y
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,18 @@ from megazero.errors import ConfigError, Problem
 from megazero.files import read_bounded
 
 MAX_BYTES = 1 << 20
-# libyaml's writer, where PyYAML has it, is ten times as fast.  Its reader is not used: deep nesting crashes it.
+# libyaml's writer and reader, where PyYAML has them, are ten times as fast.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_READER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# Deep nesting crashes libyaml's reader, so it gets texts with no more characters that may nest than this.
+_MOST_NESTING = 600
 # The first line of the file that a run saves; it marks settings that the user did not give, so that those without
 # effect are reported as notices.
 SAVED = "# The resolved configuration of a run, saved by megazero: all settings, also those without effect"
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A loader of YAML's safe subset that refuses a mapping with the same key twice, instead of dropping the first."""
+class _UniqueKeys(yaml.constructor.SafeConstructor):
+    """A constructor that refuses a mapping with the same key twice, instead of dropping the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()
@@ -40,6 +44,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, finding, key_node.start_mark)
             seen.add(name)
         return super().construct_mapping(node, deep)
+
+
+class _FastLoader(_UniqueKeys, _READER):  # type: ignore[misc]  # the class is one of two
+    """A loader of YAML's safe subset, for texts without aliases that nest a little."""
+
+
+class _Loader(_UniqueKeys, yaml.SafeLoader):
+    """A loader of YAML's safe subset, for all texts."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Refuse aliases of lists and mappings: nine lines of them can stand for a billion values."""
@@ -86,8 +98,12 @@ def _text_of(path: Path, given: str) -> str:
 
 
 def _load(text: str, origin: str, example: str) -> Any:
+    if "*" not in text and sum(map(text.count, "[{-?:")) < _MOST_NESTING:
+        # Errors are those of the other reader.
+        with suppress(yaml.YAMLError, ValueError, RecursionError):
+            return yaml.load(text, Loader=_FastLoader)
     try:
-        return yaml.load(text, Loader=_UniqueKeyLoader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(Problem(origin, f"this is not valid YAML: {_one_line(error)}", example)) from None
     except ValueError as error:  # a date with a 13th month, a whole number of thousands of digits

@@ -12,8 +12,6 @@ from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.data.transformers_tokenizer import files_for_transformers
 from megazero.errors import DataError
 
-transformers = pytest.importorskip("transformers")
-
 SOURCE = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
 TEXTS = [
     *(SOURCE[:20_000], "", " a", "the  things\n\n\tare  ", "caf\u00e9 \u4f60\u597d \U0001f642\u200d", "\x00\ufeff"),
@@ -52,6 +50,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_text_are_the_same(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")  # slow to import, so no other test waits for it
     tokenizer = KINDS[kind](tmp_path)
     for name, text in files_for_transformers(tokenizer, longest=32).items():
         (tmp_path / name).write_text(text, encoding="utf-8")

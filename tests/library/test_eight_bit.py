@@ -4,6 +4,8 @@ Sums over processes are exact here, since all of them have the same samples and 
 """
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +24,7 @@ from megazero.library.state.access import safe_get_full_optimizer_state, safe_se
 from megazero.optim.eight_bit import KERNELS
 from megazero.zero.parameters.gathered import GatheredParameters
 
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="the reference is bitsandbytes itself")
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the reference is bitsandbytes itself")
 
 STEPS = 5
 OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
@@ -64,10 +66,15 @@ def loss_of(model: Callable[..., Tensor], step: int) -> Tensor:
     return nn.functional.mse_loss(model(x, step), y)
 
 
+def published(kind: str) -> Any:
+    """Return a class of bitsandbytes, which is slow to import, so that no other test waits for it."""
+    return getattr(import_module("bitsandbytes").optim, kind)
+
+
 def plain(kind: str, steps: int = STEPS) -> tuple[nn.Module, Any]:
     model = Odd()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = getattr(bitsandbytes.optim, kind)(trained, lr=LR, min_8bit_size=1, **OPTIONS[kind])
+    optimizer = published(kind)(trained, lr=LR, min_8bit_size=1, **OPTIONS[kind])
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -255,7 +262,7 @@ def test_what_does_not_combine_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match=r"optimizer.type AdamW8bit with (?s:.*)nvme(?s:.*)a maximum for each block"):
         megazero.initialize(Odd(), in_files)
     with pytest.raises(ConfigError, match=r"AdamW8bit(?s:.*)for moments in 8 bits, optimizer.type AdamW8bit"):
-        megazero.initialize(Odd(), {"zero": {"zero_stage": 1}}, optimizer=bitsandbytes.optim.AdamW8bit)
+        megazero.initialize(Odd(), {"zero": {"zero_stage": 1}}, optimizer=published("AdamW8bit"))
     monkeypatch.setattr("megazero.rules.states.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"is not installed(?s:.*)pip install 'megazero\[bitsandbytes\]', or AdamW"):
         megazero.initialize(Odd(), config("AdamW8bit", 1))

@@ -1,5 +1,9 @@
 """Tests of moments in 8 bits: they are read as bitsandbytes reads them, and what has been read is written as it was."""
 
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
 import pytest
 import torch
 from support.each import each
@@ -7,12 +11,17 @@ from torch import Tensor
 
 from megazero.optim.block_moments import BLOCK, BlockElements, BlockMoment
 
-functional = pytest.importorskip("bitsandbytes.functional", reason="the reference is bitsandbytes itself")
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the reference is bitsandbytes itself")
 NUMEL = 600 * BLOCK
 
 
+def functional() -> Any:
+    """Return the reference, which is slow to import, so that no other test waits for it."""
+    return import_module("bitsandbytes.functional")
+
+
 def values(*, signed: bool) -> Tensor:
-    found: Tensor = functional.create_dynamic_map(signed=signed)
+    found: Tensor = functional().create_dynamic_map(signed=signed)
     return found
 
 
@@ -34,7 +43,7 @@ def empty(*, signed: bool, numel: int = NUMEL) -> BlockMoment:
 
 def quantized(*, signed: bool, size: float = 1.0) -> BlockMoment:
     """Return the moment that bitsandbytes makes of elements."""
-    codes, state = functional.quantize_blockwise(
+    codes, state = functional().quantize_blockwise(
         elements(signed=signed, size=size), values(signed=signed), blocksize=BLOCK
     )
     return BlockMoment(codes, state.absmax, values(signed=signed))
@@ -43,7 +52,9 @@ def quantized(*, signed: bool, size: float = 1.0) -> BlockMoment:
 @each("signed", [True, False])
 def test_it_is_read_as_bitsandbytes_does(signed: bool) -> None:
     moment = quantized(signed=signed)
-    expected = functional.dequantize_blockwise(moment.codes, absmax=moment.maxima, code=moment.values, blocksize=BLOCK)
+    expected = functional().dequantize_blockwise(
+        moment.codes, absmax=moment.maxima, code=moment.values, blocksize=BLOCK
+    )
     assert torch.equal(moment.read(), expected)
 
 
@@ -62,7 +73,7 @@ def test_what_has_been_read_is_written_as_it_was(signed: bool, size: float) -> N
 def test_the_package_itself_does_not_write_it_so() -> None:
     """The values have 1 but not -1: a block whose largest element is negative is smaller each time."""
     moment = quantized(signed=True)
-    codes, state = functional.quantize_blockwise(moment.read(), moment.values, blocksize=BLOCK)
+    codes, state = functional().quantize_blockwise(moment.read(), moment.values, blocksize=BLOCK)
     assert not torch.equal(BlockMoment(codes, state.absmax, moment.values).read(), moment.read())
 
 

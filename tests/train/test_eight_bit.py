@@ -3,6 +3,7 @@
 Stages are compared over steps of one micro-batch: gradients of several are added in another order in stages 2 and 3.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.small_runs import train_run
 
 from megazero.checkpoint.reader import open_checkpoint
 
-pytest.importorskip("bitsandbytes", reason="the kernels are those of bitsandbytes")
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the kernels are those of bitsandbytes")
 
 STEPS = 4
 LR = 0.01
