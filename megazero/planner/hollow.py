@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_map_only
 
 from megazero.errors import Problem, UsageError
 
-# Bytes of addresses, of the 2^47 that a process mostly has; a system that refuses gives as much as it does.
-RESERVED_BYTES = 1 << 44
+# Bytes of addresses, of the 2^47 that a process mostly has; a system that refuses gives as much as it does.  Few runs
+# need more than the first of them, and those of many runs whose tensors are garbage are there side by side.
+FIRST_BYTES, RESERVED_BYTES = 1 << 42, 1 << 45
 _FEWEST_BYTES = 1 << 36
 _PAGE = 4096
 _CPU = torch.device("cpu")
@@ -108,8 +109,9 @@ class Hollow(TorchDispatchMode):
     ) -> None:
         TorchDispatchMode.__init__(self)
         self._resized = resized
-        self._reserved: mmap.mmap | None = None
-        self._first = self._next = self._end = 0  # addresses; those before the next one have been given out
+        self._reserved: tuple[mmap.mmap, ...] = ()
+        self._regions: list[range] = []  # of addresses
+        self._next = self._end = 0  # addresses of the last region; those before the next one have been given out
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # addresses given back, by their bytes
         self._blocks: dict[int, _Block] = {}
         self._operators = Operators() if operators is None else operators
@@ -124,16 +126,14 @@ class Hollow(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._contexts.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resize_method()))
         self._contexts.enter_context(patch.object(torch.UntypedStorage, "resizable", self._resizable_method()))
-        self._reserved = _reserved()
-        self._first = self._next = int(np.frombuffer(self._reserved, np.uint8).ctypes.data)
-        self._end = self._first + len(self._reserved)
+        self._reserve(FIRST_BYTES)
         TorchDispatchMode.__enter__(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         TorchDispatchMode.__exit__(self, *exc)
         self._contexts.close()
-        self._reserved = None  # it is kept by the storages that are left, which may still be printed
+        self._reserved = ()  # they are kept by the storages that are left, which may still be printed
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -203,7 +203,9 @@ class Hollow(TorchDispatchMode):
 
     def _is_hollow(self, tensor: Tensor) -> bool:
         """Return True for a hollow tensor, be its storage empty or a slice of another one."""
-        return tensor.untyped_storage()._cdata in self._blocks or self._first <= tensor.data_ptr() < self._end
+        return tensor.untyped_storage()._cdata in self._blocks or any(
+            tensor.data_ptr() in region for region in self._regions
+        )
 
     def _grow(self, tensor: Tensor, shape: Sequence[int] | Tensor, *_: object) -> None:
         """Give the storage of a hollow tensor the bytes that another shape needs."""
@@ -245,10 +247,20 @@ class Hollow(TorchDispatchMode):
         room = _pages(nbytes)
         if self._free[room]:
             return self._free[room].pop()
+        if self._next + room > self._end:
+            self._reserve(RESERVED_BYTES)
+        if self._next + room > self._end:
+            raise MemoryError(f"hollow tensors have {self._end - self._next} bytes of addresses (see ulimit -v)")
         address, self._next = self._next, self._next + room
-        if self._next > self._end:
-            raise MemoryError(f"hollow tensors have {self._end - self._first} bytes of addresses (see ulimit -v)")
         return address
+
+    def _reserve(self, nbytes: int) -> None:
+        """Reserve a region of addresses, of which the next tensors get theirs."""
+        memory = _reserved(nbytes)
+        self._reserved += (memory,)
+        self._next = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        self._end = self._next + len(memory)
+        self._regions.append(range(self._next, self._end))
 
     def _give_back(self, block: _Block) -> None:
         if block.nbytes:
@@ -260,9 +272,8 @@ class Hollow(TorchDispatchMode):
         self._give_back(block)
 
 
-def _reserved() -> mmap.mmap:
-    """Reserve addresses, as many as the system gives."""
-    nbytes = RESERVED_BYTES
+def _reserved(nbytes: int) -> mmap.mmap:
+    """Reserve addresses, as many of these as the system gives."""
     while True:
         try:
             return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)

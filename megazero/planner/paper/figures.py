@@ -1,4 +1,4 @@
-"""The paper's figures 2, 3, 4, 6, 7 and 8, and the throughput of its section 10.6, as a plan has them.
+"""The paper's figures 2, 3, 4, 6, 7 and 8, its table 2, and the throughput of its section 10.6, as a plan has them.
 
 Each of the appendix's runs is run dry at two shallow depths, of which the rest is a line, and timed by the planner's
 DGX-2.  A V100 has 31.74 GiB of its 32 for programs, by what PyTorch reports of it.  Attention is computed one operation
@@ -18,7 +18,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.shallow import Measured, measure, with_layers
 from megazero.planner.dry_run import DryJob
 from megazero.planner.machines import MACHINES
-from megazero.planner.paper import points
+from megazero.planner.paper import points, tables
 from megazero.planner.paper.points import PaperRun
 from megazero.planner.paper.rows import PaperFigure, Table
 from megazero.planner.words import read_run
@@ -73,6 +73,17 @@ def baseline(point: PaperRun) -> Measured:
 
 def tflops(found: Measured) -> float:
     return found.mfu * DGX2.peak("fp16") / 1e12
+
+
+def table_2() -> Table:
+    """Return table 2: its theory, and of what it measured the largest models that fit by plans, of batch 1."""
+    theory = tables.table_2()
+    measured = (
+        PaperFigure(f"MP {tp}, {name}, measured", largest(point, *settings), most, "B parameters", is_measured=True)
+        for tp, (point, without, with_pos) in points.TABLE_2.items()
+        for name, settings, most in (("baseline", _BASELINE, without), ("Pos", ("--zero-config", "C1"), with_pos))
+    )
+    return Table(theory.title, (*theory.rows, *measured))
 
 
 def figure_2() -> Table:

@@ -10,7 +10,7 @@ PARTS: Mapping[str, Callable[[], Table]] = MappingProxyType(
     {
         "figure-1": tables.figure_1,
         "table-1": tables.table_1,
-        "table-2": tables.table_2,
+        "table-2": figures.table_2,
         "table-3": tables.table_3,
         "section-6.3": fragments.section_6_3,
         "section-7": tables.section_7,

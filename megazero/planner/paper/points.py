@@ -63,6 +63,17 @@ FIGURE_4_BASELINE = (
     PaperRun("1.16B", 128, 1, 24, 1920, 16, 8),
     PaperRun("1.38B", 128, 1, 40, 1536, 16, 1),
 )
+# {tensor-parallel size: (a width of the paper's models of about that size, the largest model that it measured in 32 GB
+# without ZeRO and with Pos, in billions of parameters)}; the paper has neither the shapes nor the batch of table 2.
+TABLE_2 = MappingProxyType(
+    {
+        1: (PaperRun("", 64, 1, 0, 1920, 16, 1), 1.3, 6.2),
+        2: (PaperRun("", 128, 2, 0, 3072, 24, 1), 2.5, 12.5),
+        4: (PaperRun("", 256, 4, 0, 4096, 32, 1), 5.0, 25.0),
+        8: (PaperRun("", 512, 8, 0, 6144, 32, 1), 10.0, 50.0),
+        16: (PaperRun("", 1024, 16, 0, 8192, 64, 1), 20.0, 100.0),
+    }
+)
 # The largest models of figure 6 have this width (60B is narrower) and batch; their layers are what is looked for.
 FIGURE_6 = PaperRun("", 400, 16, 0, 8192, 64, 16)
 FIGURE_7_40B = PaperRun("40B", 400, 16, 50, 8192, 32, 16)
