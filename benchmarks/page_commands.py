@@ -6,8 +6,8 @@
 A block runs as it stands on its page, in a shell that ends at the first command that fails, in a copy of the working
 tree at --folder.  A page marks what one machine without GPUs cannot do by a hidden comment right above the
 block: "run small:" with lines `OLD => NEW`, which are replaced in it, or "not run:" with the reason.  Slurm's
-commands are stand-ins of one node of two tasks.  Files of the reader's own (a book, GPT-2's tokenizer, a checkpoint of
-Megatron-LM's) are made first.
+commands are stand-ins of one node of two tasks, as is Open MPI's.  Files of the reader's own (a book, GPT-2's
+tokenizer, a checkpoint of Megatron-LM's) are made first.
 
 A line is appended to --records for every block as soon as it has ended.  What is recorded as done, with the same text,
 is not run again, so the program may be stopped and started at will; --folder keeps what earlier blocks have made.
@@ -41,13 +41,26 @@ _FILE = re.compile(r"^cat >(\S+) <<'(\w+)'\n(.*?)^\2\n", re.MULTILINE | re.DOTAL
 _ARROW = " => "
 Record = dict[str, Any]
 
-# The commands of an activated environment, and Slurm's, by which one node runs two tasks.
+# The commands of an activated environment, Open MPI's, and Slurm's, by which one node runs two tasks.
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "python": 'exec "$PAGES_PYTHON" "$@"',
         "python3": 'exec "$PAGES_PYTHON" "$@"',
         "torchrun": 'exec "$PAGES_PYTHON" -m torch.distributed.run "$@"',
         "megazero": 'exec "$PAGES_PYTHON" -m megazero "$@"',
+        "mpirun": """\
+ranks=1
+while case "$1" in -*) true ;; *) false ;; esac; do
+    case "$1" in -np) ranks="$2" ;; -x) export "${2?}" ;; esac
+    shift 2
+done
+started=""
+for rank in $(seq 0 $((ranks - 1))); do
+    OMPI_COMM_WORLD_RANK="$rank" OMPI_COMM_WORLD_SIZE="$ranks" OMPI_COMM_WORLD_LOCAL_RANK="$rank" \\
+        OMPI_COMM_WORLD_LOCAL_SIZE="$ranks" "$@" &
+    started="$started $!"
+done
+for rank in $started; do wait "$rank" || exit $?; done""",
         "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; fi',
         "srun": """\
 while case "$1" in --*) true ;; *) false ;; esac; do shift; done
