@@ -28,14 +28,14 @@ def rewrite(folder: Path, **changes: Any) -> str:
 
 
 def test_the_draw_follows_from_its_seed() -> None:
-    drawn = sample(40, 1, 3)
-    assert drawn == sample(40, 1, 3) != sample(40, 2, 3)
+    drawn = sample(40, 1, 2)
+    assert drawn == sample(40, 1, 2) != sample(40, 2, 2)
     assert len(set(drawn)) == 40 and all(is_legal(case.layout) for case in drawn)
-    assert {case.layout.world_size for case in sample(10**6, 1, 2)} == {1, 2}
+    assert {case.layout.world_size for case in drawn} == {1, 2}
 
 
 def test_families_take_turns_in_layouts_that_are_legal_for_them() -> None:
-    drawn = sample(40, 1, 3, FAMILIES)
+    drawn = sample(40, 1, 2, FAMILIES)
     assert [case.family for case in drawn] == [*FAMILIES] * 20
     assert all(is_legal(case.layout, case.family) for case in drawn)
     assert len({str(case) for case in drawn}) == 40 and str(drawn[1]) == f"llama3 {drawn[1].layout}"

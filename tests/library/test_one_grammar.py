@@ -9,7 +9,8 @@ refused by a rule with a sentence of its own, which distinguishes that refusal f
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ SECTIONS = {"zero": ZeroConfig, "precision": PrecisionConfig, "activations": Act
 SETTINGS = {(section, info.name): info for section, cls in SECTIONS.items() for info in describe(section, cls)}
 # Settings that make another one legal: a loss scale needs fp16, a count of checkpoints needs an arena.
 BESIDE = {"precision": {"precision": "fp16"}, "activations": {"contiguous_checkpointing": True}}
+Door = Callable[[dict[str, Any], Path], Any]
 # The verdict on a value that reads as legal, and which only a rule between settings refuses.
 ACCEPTED = "accepted"
 
@@ -57,7 +59,7 @@ def from_json(content: dict[str, Any], folder: Path) -> Any:
 
 
 def from_yaml_file(content: dict[str, Any], folder: Path) -> Any:
-    (folder / "engine.yaml").write_text(yaml.safe_dump(content))
+    (folder / "engine.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     return folder / "engine.yaml"
 
 
@@ -71,14 +73,38 @@ def unexpected(form: str, verdicts: dict[str, tuple[FieldInfo, Any]]) -> dict[st
     }
 
 
-@each("door", [from_mapping, from_json, from_yaml_file])
-@each("form", FORMS)
-def test_megazeros_own_sections(form: str, door: Callable[[Any, Path], Any], tmp_path: Path) -> None:
-    verdicts = {
-        name: (info, verdict(door(own(section, name, FORMS[form]), tmp_path), section, info, f"{section}.{name}"))
-        for (section, name), info in SETTINGS.items()
+def verdicts_of(form: str, settings: Mapping[tuple[str, str], FieldInfo], door: Door, folder: Path) -> dict[str, Any]:
+    return {
+        name: (info, verdict(door(own(section, name, FORMS[form]), folder), section, info, f"{section}.{name}"))
+        for (section, name), info in settings.items()
     }
+
+
+@each("form", FORMS)
+def test_megazeros_own_sections(form: str, tmp_path: Path) -> None:
+    verdicts = verdicts_of(form, SETTINGS, from_mapping, tmp_path)
     assert unexpected(form, verdicts) == {} and len(verdicts) == len(SETTINGS)
+
+
+@each("door", [from_json, from_yaml_file])
+@each("form", FORMS)
+def test_files_of_megazeros_own_sections(form: str, door: Door, tmp_path: Path) -> None:
+    """A setting of every kind alone; and all settings together, whose problems are those of the mapping."""
+    of_kinds = {(info.section, info.kind, info.optional): info for info in SETTINGS.values()}.values()
+    verdicts = verdicts_of(form, {(info.section, info.name): info for info in of_kinds}, door, tmp_path)
+    assert unexpected(form, verdicts) == {} and len(verdicts) > 10
+    whole: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for section, name in SETTINGS:
+        whole[section][name] = deepcopy(FORMS[form])  # YAML would write one list once
+    path = door(whole, tmp_path)
+    assert problems_of(path, str(path)) == problems_of(whole, "config")
+
+
+def problems_of(config: Any, origin: str) -> list[str]:
+    """Return the text of all problems of a configuration, without its origin."""
+    with pytest.raises(ConfigError) as caught:
+        load_engine_config(config)
+    return [str(problem).replace(f"{origin}: ", "") for problem in caught.value.problems]
 
 
 KEYS = {

@@ -13,6 +13,7 @@ from megazero.config.named import with_values
 from megazero.parallel.nodes import Nodes
 from megazero.planner.decide import Room, choose, homes, ladder, this_machine, walk
 from megazero.planner.dry_run import DryJob
+from megazero.planner.hollow import Operators
 from megazero.planner.machines import MACHINES
 from megazero.planner.plan import Plan, make_plan
 from megazero.planner.predict import forecast_of
@@ -92,7 +93,8 @@ def every() -> list[Plan]:
         for cut in (False, True)
         for away in (False, True)
     ]
-    return [make_plan(_job(choice), MACHINES["dgx-a100"]) for choice in choices]
+    operators = Operators()
+    return [make_plan(_job(choice), MACHINES["dgx-a100"], operators=operators) for choice in choices]
 
 
 def _job(settings: dict[str, Any]) -> DryJob:
@@ -100,10 +102,10 @@ def _job(settings: dict[str, Any]) -> DryJob:
 
 
 def test_the_fastest_choice_that_fits_is_taken(every: list[Plan]) -> None:
-    """Whatever memory there is, beside all values of the three settings."""
+    """With little, some and enough memory, beside all values of the three settings."""
     needs = sorted({plan.need(*plan.binding).total for plan in every})
     assert len(needs) > 3
-    for limit in needs:
+    for limit in (needs[0], needs[2], needs[-1]):
         machine = replace(MACHINES["dgx-a100"], memory_bytes=limit)
         chosen = choose(_job(AUTO), machine)
         fitting = [plan for plan in every if plan.need(*plan.binding).total <= limit]
