@@ -67,7 +67,7 @@ corpus made-up tokens are planned; nothing is trained, loaded or saved.
 --what-if LIST   what a reader of the page may change: {", ".join(CONTROLS)}, or none (default: {DEFAULT});
              each value is run dry with two sizes of micro-batch
 --paper [LIST]   the ZeRO paper's tables, figures and communication volumes from this code run dry, beside the paper's
-             values, with the model's error where these were measured. All take a minute and a half of one core; LIST
+             values, with the model's error where these were measured. All take a good minute of one core; LIST
              are some of {", ".join(PAPER[:7])},
              {", ".join(PAPER[7:])}
 """
@@ -104,17 +104,20 @@ def main(words: Sequence[str]) -> int:
     from megazero.planner.compare import lines as side_by_side
     from megazero.planner.decide import choose
     from megazero.planner.dry_run import DryJob
+    from megazero.planner.hops import with_hops
     from megazero.planner.predict import forecast_of
     from megazero.planner.show import lines
 
     job = DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=hardware.device == "cuda")
+    job, hops = with_hops(job, hardware)
     if chosen == "text":
         for line in (*wanted.notices, f"planned for {hardware.name}, {wanted.nodes.describe()}"):
             console.line(line)
         for line in outline_sizes(wanted.config, job.world_size):
             console.line(line)
         console.line("")
-    plan, reasons = choose(job, hardware)
+    plan, decisions = choose(job, hardware)
+    reasons = (*hops, *decisions)
     forecast = forecast_of(plan, draws=as_page)
     rows = () if run is None else compared(forecast.step, records, origin=str(run))
     if as_page:

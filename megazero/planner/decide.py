@@ -31,6 +31,7 @@ from megazero.parallel.launch import Launch
 from megazero.planner.dry_run import DryJob
 from megazero.planner.hardware import Hardware
 from megazero.planner.hollow import Operators
+from megazero.planner.hops import with_hops
 from megazero.planner.machines import MACHINES
 from megazero.planner.plan import Plan, make_plan
 from megazero.planner.predict import forecast_of
@@ -53,7 +54,7 @@ def decide_by_plan(config: RunConfig, vocab_size: int, device: torch.device, lau
     """Return what is best for a run on the machine at hand."""
     hardware = this_machine(device, max(launch.nodes.ranks_per_node))
     job = DryJob(config, vocab_size, launch.nodes, is_gpu=device.type == "cuda")
-    chosen = choose(job, hardware)
+    chosen = choose(with_hops(job, hardware)[0], hardware)
     return Decision({name: value_in(chosen.plan.job.config, name) for name in undecided(config)}, chosen.reasons)
 
 

@@ -184,8 +184,8 @@ class DryRank:
             stack.enter_context(context)
         self.records: dict[Part, PartRecord] = {}
 
-    def mesh(self) -> tuple[Mesh, FusedBuffers]:
-        """Make the mesh, and the buffers of its collectives."""
+    def mesh(self, *, wires: Wires | None = None) -> tuple[Mesh, FusedBuffers]:
+        """Make the mesh, and the buffers of its collectives; wires: by default the job's."""
         job = self.job
         buffers = FusedBuffers(0, CPU, ledger=self.ledger)
         mesh = dry_mesh(
@@ -195,7 +195,7 @@ class DryRank:
             buffers,
             is_gpu=job.is_gpu,
             meter=self.recorder.meter,
-            wires=job.wires,
+            wires=job.wires if wires is None else wires,
             nodes=job.nodes,
         )
         return mesh, buffers

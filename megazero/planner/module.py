@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from megazero.comm.wires.shard_group import Wires
+from megazero.comm.wires.shard_group import PLAIN, Wires
 from megazero.config.engine_sections import ReportConfig
 from megazero.errors import ConfigError, Problem, UsageError, raise_problems
 from megazero.library.config import EngineConfig, load_engine_config, resolve_batch
@@ -30,6 +30,7 @@ from megazero.parallel.topology import Topology
 from megazero.planner.dry_run import DryRank, RankRecord
 from megazero.planner.forecast import Forecast
 from megazero.planner.hardware import Hardware
+from megazero.planner.hops import decided_hops
 from megazero.planner.machines import hardware_of
 from megazero.planner.plan import JobPlan
 from megazero.planner.seconds import step_time
@@ -162,6 +163,8 @@ def plan(
         is_gpu=machine.device == "cuda",
         made_in_parts=made_in_parts,
     )
+    zero, _ = decided_hops(job.settings.zero, job.topology, job.nodes, machine)
+    job = replace(job, settings=replace(job.settings, zero=zero))
     began = time.perf_counter()
     ranks = (run_module_rank(job, 0),)
     planned = JobPlan(job, machine, ranks, time.perf_counter() - began)
@@ -234,12 +237,12 @@ def loss_of(model: Any, batch: Any) -> Tensor:
 
 def _build(dry: DryRank, job: ModuleJob) -> DataParallelEngine:
     """Make the module and its engine, as a program that calls `megazero.initialize` does."""
-    mesh, buffers = dry.mesh()
     around: AbstractContextManager[Any] = nullcontext()
-    if job.made_in_parts:
-        around = Init(mesh=mesh, config_dict_or_path=job.settings)
+    if job.made_in_parts:  # before there is an engine, parts are sent in one hop
+        around = Init(mesh=dry.mesh(wires=PLAIN)[0], config_dict_or_path=job.settings)
     with around:
         model = job.model_fn()
+    mesh, buffers = dry.mesh()
     settings = read_settings(model, job.settings, job.optimizer)
     if _has_other_parts(model, around):
         given = "a module whose function calls megazero.zero.Init"
