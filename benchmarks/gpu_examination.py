@@ -75,7 +75,11 @@ PHASES = (
     Phase("ledger", 130, runs=TOGETHER),
     Phase("gpu_tests", 130, runs=TOGETHER),
     Phase("layouts", 130, runs=TOGETHER),
-    _speed(70, "gpt2-1.5b", 16, needs_gpu=True, fp8="hybrid", profile=True),
+    _speed(
+        70, "gpt2-1.5b", 16, needs_gpu=True, fp8="hybrid", fp8_recipe="delayed", fp8_cache_weights=True, profile=True
+    ),
+    _speed(70, "gpt2-1.5b", 16, needs_gpu=True, fp8="hybrid", fp8_cache_weights=True, profile=True),
+    _speed(70, "gpt2-1.5b", 16, needs_gpu=True, fp8="hybrid"),
     _speed(60, "gpt2-124m", 64, needs_gpu=True, stage=3),
     _speed(60, "gpt2-1.5b", 8, needs_gpu=True, compile="off"),
     _speed(70, "gpt2-1.5b", 32, needs_gpu=True),
@@ -236,7 +240,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: toy sizes")
     parser.add_argument("--seconds", type=float, default=525.0, help="of all phases together")
-    parser.add_argument("--only", nargs="+", choices=sorted({phase.name for phase in PHASES}), help="phases by name")
+    known = sorted({phase.name for phase in PHASES} | {phase.key for phase in PHASES})
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=known,
+        metavar="PHASE",
+        help="phases, each by its name or by its key in the record: " + "; ".join(known),
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
     parser.add_argument("--output", help="name of the record; DATE-DEVICE-examination without")
     options = parser.parse_args(words)
@@ -250,7 +261,9 @@ def main(words: Sequence[str] | None = None) -> int:
     name = options.output or f"{today()}-{slug(device_name(options.device))}-examination"
     options.results.mkdir(parents=True, exist_ok=True)
     examination = Examination(options.device, options.seconds, options.results / f"{name}.json")
-    passed = examination.run([phase for phase in PHASES if not options.only or phase.name in options.only])
+    passed = examination.run(
+        [phase for phase in PHASES if not options.only or {phase.name, phase.key} & set(options.only)]
+    )
     for key, row in examination.record["phases"].items():
         print(f"{key:60s} {row['status']}")
     return 0 if passed else 1

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,20 @@ def ceilings(bench: Bench) -> dict[str, Any]:
         b = torch.randn(columns, inner, device=bench.device, dtype=torch.bfloat16).t()
         seconds = stopwatch.best(lambda a=a, b=b: a @ b)
         products[f"{rows} x {inner} x {columns}"] = round(2e-12 * rows * inner * columns / seconds, 1)
+    products_of_8_bits = {}
+    one = torch.ones((), device=bench.device)
+    of_8_bits = ((8192, 8192, 8192), (16384, 1600, 4800), (16384, 1600, 6400), (16384, 6400, 1600))
+    for rows, inner, columns in (*of_8_bits, (16384, 1600, 1600), (6400, 16384, 1600)):
+        a = torch.randn(rows, inner, device=bench.device).to(torch.float8_e4m3fn)
+        b = torch.randn(columns, inner, device=bench.device).to(torch.float8_e4m3fn).t()
+        for is_fast in (True, False):
+            seconds = stopwatch.best(
+                lambda a=a, b=b, is_fast=is_fast: torch._scaled_mm(
+                    a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=is_fast
+                )
+            )
+            name = f"{rows} x {inner} x {columns}, {'fast' if is_fast else 'exact'} sums"
+            products_of_8_bits[name] = round(2e-12 * rows * inner * columns / seconds, 1)
     source = torch.randn(GIB, device=bench.device)
     target = torch.empty_like(source)
     copied = round(2e-12 * source.nbytes / stopwatch.best(lambda: target.copy_(source)), 3)
@@ -117,7 +132,12 @@ def ceilings(bench: Bench) -> dict[str, Any]:
 
         with contextlib.suppress(RuntimeError):  # torch: "no available kernel"
             attention[backend.name] = stopwatch.best(both)
-    found = {"tflops": products, "copy_tb_per_second": copied, "attention_seconds": attention}
+    found = {
+        "tflops": products,
+        "tflops_of_8_bits": products_of_8_bits,
+        "copy_tb_per_second": copied,
+        "attention_seconds": attention,
+    }
     return {**found, "summary": f"{products} TFLOP/s, {copied} TB/s"}
 
 
@@ -156,6 +176,8 @@ def speed(
     compile: str = "auto",
     attention: str = "auto",
     fp8: str | None = None,
+    fp8_recipe: str = "tensorwise",
+    fp8_cache_weights: bool = False,
     stage: int = 0,
     compile_num_layers: int = 1,
     profile: bool = False,
@@ -163,7 +185,8 @@ def speed(
     """Measure a training run: tokens a second, memory, places where the host waits for the device, and a profile."""
     words = [*model_words(bench, preset, micro_batch), "--bf16", "--zero-stage", str(stage)]
     words += ["--compile", compile if bench.has_gpu else "off", "--attention-backend", attention]
-    words += ["--fp8-format", fp8] if fp8 else []
+    words += ["--fp8-format", fp8, "--fp8-recipe", fp8_recipe] if fp8 else []
+    words += ["--fp8-cache-weights"] if fp8_cache_weights else []
     words += ["--compile-num-layers", str(compile_num_layers)] if compile_num_layers > 1 else []
     config = configuration_of(words, 1)
     began = time.perf_counter()
@@ -506,6 +529,8 @@ SETTINGS: Mapping[str, str] = {
     "adapters, stage 3, compiled": "--lora-rank 4 --lora-random-base --zero-stage 3 --compile on",
     "Lion": "--optimizer lion --lr 1e-4",
     "LAMB, stage 2": "--optimizer lamb --zero-stage 2",
+    "moments in 8 bits, stage 2": "--optimizer adamw8bit --zero-stage 2",
+    "Lion with moments in 8 bits": "--optimizer lion8bit --lr 1e-4",
     "Adafactor, stage 3": "--optimizer adafactor --zero-stage 3",
     "a curriculum": "--curriculum-learning --curriculum-schedule fixed_linear --curriculum-min-seqlen 32"
     " --curriculum-max-seqlen 256 --curriculum-steps 6 --curriculum-seqlen-step 8",
@@ -518,6 +543,8 @@ def settings(bench: Bench) -> dict[str, Any]:
     """Compare six steps of pretrain_gpt.py on the device with the same on the CPU, both in fp32, and run examples."""
     found: dict[str, Any] = {}
     names = list(SETTINGS) if bench.has_gpu else ["LAMB, stage 2"]
+    if find_spec("bitsandbytes") is None:  # an extra, which a GPU machine may lack
+        names = [name for name in names if "8bit" not in SETTINGS[name]]
     examples = [
         (name, subprocess.Popen([sys.executable, f"examples/{name}"], cwd=ROOT))
         for name in (EXAMPLES if bench.has_gpu else ())
