@@ -40,8 +40,8 @@ _LEAST = 15.0  # seconds; with less left no phase is started
 class Phase:
     """A function of `gpu_phases.py` with its keyword arguments (options).
 
-    limit: seconds after which it is ended.  runs: ALONE, since it is timed; BESIDE all others, since it works on CPU
-    cores; or TOGETHER with others of that kind, since nothing in it is timed.
+    limit: seconds after which it is ended.  runs: ALONE, since it is timed, or has as many processes as a GPU serves;
+    BESIDE all others, since it works on CPU cores; or TOGETHER with others of that kind, since nothing in it is timed.
     """
 
     name: str
@@ -71,10 +71,10 @@ PHASES = (
     Phase("exactness", 130, runs=TOGETHER),
     Phase("collectives", 130, runs=TOGETHER),
     Phase("losses", 130, {"where": "device"}, runs=TOGETHER),
-    Phase("settings", 130, runs=TOGETHER),
     Phase("ledger", 130, runs=TOGETHER),
     Phase("gpu_tests", 130, runs=TOGETHER),
     Phase("layouts", 130, runs=TOGETHER),
+    Phase("settings", 130),
     _speed(
         70, "gpt2-1.5b", 16, needs_gpu=True, fp8="hybrid", fp8_recipe="delayed", fp8_cache_weights=True, profile=True
     ),

@@ -48,7 +48,7 @@ def choose_device(name: str, launch: Launch) -> torch.device:
     """Return this process's device for "auto", "cpu" or "cuda", and make it the current one.
 
     Sets the defaults of CUDA's and NCCL's variables, which CUDA reads at its start; rank 0 prints them.
-    Raises TopologyError when there is no GPU, or a node runs more processes than it has.
+    Raises TopologyError when there is no GPU, a node runs more processes than it has, or this one cannot start there.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -60,7 +60,12 @@ def choose_device(name: str, launch: Launch) -> torch.device:
     if defaults:
         Console(launch.rank).line(defaults_line(defaults))
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+    except torch.AcceleratorError as error:
+        reason = f"{error}".splitlines()[0]
+        legal = "a GPU with room for another process; nvidia-smi lists those that it runs"
+        raise TopologyError(Problem(f"GPU {index}", f"this process starts on it ({reason})", legal)) from error
     return device
 
 

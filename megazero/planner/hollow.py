@@ -45,8 +45,6 @@ _NUMBER = "_local_scalar_dense"  # tensor.item()
 _SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # of tensors that are there
 
 _storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
-# A method that torch's annotations leave out.
-_swap: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = cast(Any, torch.UntypedStorage)._swap_data_ptr_
 
 
 class _Form(NamedTuple):
@@ -107,6 +105,9 @@ class Hollow(TorchDispatchMode):
         resized: Callable[[torch.UntypedStorage], None] = lambda storage: None,
         operators: Operators | None = None,
     ) -> None:
+        if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+            given, rule = f"torch {torch.__version__}", "a dry run moves storages by a function that this version lacks"
+            raise UsageError(Problem(given, rule, "torch 2.13, here or on any machine, with or without a GPU"))
         TorchDispatchMode.__init__(self)
         self._resized = resized
         self._reserved: tuple[mmap.mmap, ...] = ()
@@ -238,7 +239,7 @@ class Hollow(TorchDispatchMode):
         self._give_back(block)
         block.address, block.nbytes = self._take(nbytes), nbytes
         for address, size in ((0, 0), (block.address, nbytes)):
-            _swap(storage, _storage_at(address, _CPU, size))
+            cast(Any, storage)._swap_data_ptr_(_storage_at(address, _CPU, size))  # torch's annotations leave it out
 
     def _take(self, nbytes: int) -> int:
         """Return an address with room for so many bytes; 0 for none."""
