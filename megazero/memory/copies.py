@@ -3,7 +3,7 @@
 On CUDA the copies of one `CopyStream` run on a stream of their own, one after the other.  A copy begins after the work
 that is queued before it; work that needs its result waits for the *arrival*, in one of three ways: the device's later
 work waits (`wait`), only the work queued in a block waits (`ahead`), or the host waits (`finish`).  On a CPU a copy has
-been made when the call returns.  The CUDA path is written and has never been run on a GPU.
+been made when the call returns.
 """
 
 from collections.abc import Callable, Iterator

@@ -9,27 +9,32 @@ written again before its contents have been read.  The current stream waits wher
     store(x) ---- copy out ---->  sent()  : x may be overwritten      prefetch() ---- copy in ---->  load() : to be read
 
 Device memory belongs to the current stream on both ways, and a source is retained until `sent`, so no memory is reused
-while a copy is using it.  On a CPU the same calls make the same copies at once.  The CUDA path is written and
-has never been run on a GPU.
+while a copy is using it.  On a CPU the same calls make the same copies at once.
 """
 
 import ctypes
+import mmap
 import os
 import statistics
 import time
 from collections import defaultdict
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from megazero.errors import MemoryLimitError, Problem
 from megazero.memory.copies import Arrival, copy_stream
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
+from megazero.units import format_bytes
 
 _REPETITIONS = 5
 # glibc's numbers of mallopt's settings, and their largest useful values, which it takes itself after the release of a
 # block of 32 MiB: larger blocks come from the system and return there, as does free memory beyond 64 MiB.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_BLOCK = 32 << 20
+# Torch rounds pinned memory up to a power of two, and keeps what is free for later: for large blocks that is too much.
+_LARGEST_ROUNDED = 16 << 20
 
 
 class HostMemory:
@@ -96,13 +101,41 @@ def host_bytes(nbytes: int, *, is_pinned: bool, ledger: AnyLedger) -> Tensor:
     is_pinned: whether the system may not move it, so that a GPU copies it beside the computation.
     """
     if is_pinned:
-        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        small = nbytes < _LARGEST_ROUNDED
+        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if small else _pinned_by_itself(nbytes)
         ledger.elsewhere(buffer, is_pinned=True)
         return buffer
     # On a CPU a ledger counts it as device memory until `elsewhere`, which comes while there are no bytes to count.
     buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
     ledger.elsewhere(buffer)
     return buffer.resize_(nbytes)
+
+
+class _PinnedMemory(mmap.mmap):
+    """Pages that are pinned, until the tensor that is made of them is gone."""
+
+    address = 0
+
+    def __del__(self) -> None:
+        if self.address:
+            runtime = cast(Any, torch.cuda).cudart()
+            runtime.cudaHostUnregister(self.address)
+
+
+def _pinned_by_itself(nbytes: int) -> Tensor:
+    """Allocate and pin memory of exactly so many bytes; raises MemoryLimitError if the system refuses."""
+    memory = _PinnedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # of a system with larger pages, of which fewer are to be pinned
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    buffer.zero_()  # by all threads: pinning would make the pages by one
+    runtime = cast(Any, torch.cuda).cudart()
+    status = runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+    if status != runtime.cudaError.success:
+        given = f"{format_bytes(nbytes)} of host memory for what is offloaded"
+        raise MemoryLimitError(Problem(given, f"CUDA pins it ({status})", "less of it, or --no-offload-pin-memory"))
+    memory.address = buffer.data_ptr()
+    return buffer
 
 
 class HostTensor:

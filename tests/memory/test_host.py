@@ -16,8 +16,16 @@ from support.each import each
 from support.warm_python import warm_python
 from torch import Tensor
 
-from megazero.memory.host import HostMemory, HostTensor, host_bandwidth, retain_freed_memory, return_freed_memory
+from megazero.memory.host import (
+    HostMemory,
+    HostTensor,
+    host_bandwidth,
+    host_bytes,
+    retain_freed_memory,
+    return_freed_memory,
+)
 from megazero.memory.ledger import Ledger
+from megazero.memory.ledger_interface import NullLedger
 from megazero.planner.hollow import Hollow
 
 CPU = torch.device("cpu")
@@ -314,3 +322,21 @@ def test_freed_memory_is_retained(own: dict[str, str]) -> None:
     retains, faults = map(int, done.stdout.split())
     pages = (24 << 20) // resource.getpagesize()
     assert (retains, faults < pages // 10) == (0, False) if own else (1, True), done.stdout
+
+
+@pytest.mark.cuda
+def test_large_blocks_are_pinned_without_rounding() -> None:
+    """A block is pinned, of the bytes that were asked for and no more, and is given back with its tensor."""
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    for nbytes in ((1 << 26) + 4096, (1 << 26) + 1):
+        buffer = host_bytes(nbytes, is_pinned=True, ledger=NullLedger())
+        assert buffer.is_pinned() and buffer.nbytes == nbytes and not buffer.any()
+        there = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
+        buffer.copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+        assert buffer.all()
+        view = buffer[8:16].view(torch.int64)
+        del buffer
+        assert view.is_pinned() and int(view) == 0x0101010101010101
+        del view
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before
