@@ -3,8 +3,8 @@
 The logical tensor is seen as [rows, columns] (all dims but the last, the last) and cut into *blocks* of rows of about a
 million elements.  Each block has a random generator of its own, seeded by (seed, name, number of the block), so a rank
 draws only the blocks that touch its box, copies its rows and columns of each, and never holds more than one block
-beyond its own slice.  Values are drawn in float32 on the CPU whatever the device and dtype, so that runs on all of them
-start equal.
+beyond its own slice; for a GPU several threads draw, each two blocks ahead.  Values are drawn in float32 on the CPU
+whatever the device and dtype, so that runs on all of them start equal.
 
     blocks           logical rows        the rank's rows (heads 2-3 of a fused QKV)
     0: |xxxxxxxx|    query head 0..3     . . x x
@@ -14,7 +14,10 @@ start equal.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -62,24 +65,54 @@ def fill_initial_(target: Tensor, spec: ParamSpec, seed: int) -> None:
     box = spec.box
     local = target.view(-1, spec.local_shape[-1])
     first, width = box.offset[-1], box.lengths[-1]
-    for block, rows, local_rows in _slices(spec, seed):
-        values = block[rows, first : first + width].to(target.device, target.dtype)
-        local[local_rows.to(target.device), :width] = values
+    # A GPU has many of the host's cores to itself.  What is drawn is the same by one thread and by many.
+    threads = torch.get_num_threads() if target.is_cuda else 1
+    for block, rows, local_rows in _slices(spec, seed, threads):
+        for taken, written in zip(*(_runs(numbers, rows, local_rows) for numbers in (rows, local_rows)), strict=True):
+            local[written, :width].copy_(block[taken, first : first + width])
 
 
-def _slices(spec: ParamSpec, seed: int) -> Iterator[_Slice]:
-    """Yield the blocks that touch this rank's box, one after the other."""
+def _runs(numbers: Tensor, *both: Tensor) -> Iterator[slice]:
+    """Yield the runs of successive numbers, cut wherever one of `both`, as many numbers, is not successive."""
+    cuts = [
+        0,
+        *(torch.stack([each.diff() != 1 for each in both]).any(0).nonzero().flatten() + 1).tolist(),
+        len(numbers),
+    ]
+    for start, end in pairwise(cuts):
+        yield slice(int(numbers[start]), int(numbers[start]) + end - start)
+
+
+def _slices(spec: ParamSpec, seed: int, threads: int) -> Iterator[_Slice]:
+    """Yield the blocks that touch this rank's box, one after the other, while `threads` draw those that follow."""
     columns = spec.full_shape[-1]
     num_rows = math.prod(spec.full_shape[:-1])
     height = max(1, BLOCK_NUMEL // columns)
     logical = _row_numbers(spec.box.offset[:-1], spec.box.lengths[:-1], spec.full_shape[:-1])
     local = _row_numbers((0,) * (len(spec.full_shape) - 1), spec.box.lengths[:-1], spec.local_shape[:-1])
     owner = logical // height
-    for index in torch.unique(owner).tolist():
-        start = index * height
-        block = _draw(spec, seed, index, (min(height, num_rows - start), columns))
+
+    def draw(index: int) -> Tensor:
+        return _draw(spec, seed, index, (min(height, num_rows - index * height), columns))
+
+    numbers = torch.unique(owner).tolist()
+    for index, block in zip(numbers, _ahead(draw, numbers, threads), strict=True):
         here = owner == index
-        yield _Slice(block, logical[here] - start, local[here])
+        yield _Slice(block, logical[here] - index * height, local[here])
+
+
+def _ahead(draw: Callable[[int], Tensor], numbers: Sequence[int], threads: int) -> Iterator[Tensor]:
+    """Yield draw(number) of all numbers, in order; with several threads, at most two for each are ahead."""
+    if threads == 1 or len(numbers) == 1:
+        yield from map(draw, numbers)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        ahead = deque(pool.submit(draw, number) for number in numbers[: 2 * threads])
+        for place in range(len(numbers)):
+            block = ahead.popleft().result()
+            if place + 2 * threads < len(numbers):
+                ahead.append(pool.submit(draw, numbers[place + 2 * threads]))
+            yield block
 
 
 def _row_numbers(offset: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

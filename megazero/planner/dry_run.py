@@ -160,7 +160,7 @@ def dry_tensors(ledger: Ledger | None = None, operators: Operators | None = None
     ledger: the one that counts them, which is called where a storage is resized.  operators: those found so far.
     """
     hollow = Hollow(operators=operators) if ledger is None else Hollow(ledger.storage_resized, operators)
-    with hollow, patch.object(initial_values, "_slices", lambda spec, seed: ()):
+    with hollow, patch.object(initial_values, "_slices", lambda spec, seed, threads: ()):
         yield
 
 

@@ -111,6 +111,20 @@ def test_other_dtypes_hold_the_float32_values(dtype: torch.dtype) -> None:
         assert torch.equal(parameter.detach().view(-1), initial_value(spec, 3).to(dtype)), spec.name
 
 
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_threads_draw_the_same_values(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Blocks come in order whoever draws them, and no more than two for each thread are ahead."""
+    monkeypatch.setattr(initialize, "BLOCK_NUMEL", 64)
+    spec = ParamSpec("a", (40, 16), (20, 16), (10, 0), init=InitialValue("normal", 1.0))
+    one, many = ([part.block for part in initialize._slices(spec, 7, number)] for number in (1, threads))
+    assert len(one) == 6 and all(torch.equal(mine, other) for mine, other in zip(one, many, strict=True))
+    begun: list[int] = []
+    drawn = initialize._ahead(lambda number: begun.append(number) or torch.tensor(number), range(40), threads)
+    assert int(next(drawn)) == 0
+    assert len(begun) <= 1 + 2 * threads
+    assert [int(each) for each in drawn] == list(range(1, 40)) and sorted(begun) == list(range(40))
+
+
 def test_no_more_than_a_block_is_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     original = initialize._draw
