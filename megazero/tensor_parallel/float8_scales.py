@@ -13,15 +13,13 @@ step, of 12 fp32 figures a layer of the model.  Infinities and NaNs do not count
 scales.  The history of all layers is on every rank, and in every checkpoint, whatever the layout.  A step that is
 skipped leaves it as it was.
 
-Rounding takes one pass where it is compiled, with its block or by itself; elsewhere fp32 copies of x lie between.
-
 Before the first maximum is known a scale is 1; that of gradients is the number of tokens by which the loss is divided,
 without which most of the first step's gradients would be rounded to 0.
 """
 
 import base64
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,22 +29,13 @@ from megazero.comm.interface import Communicator
 from megazero.config.engine_sections import AmaxAlgorithm
 from megazero.errors import DamageError, Problem
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
-from megazero.tensor_parallel.compiler import compiled
-from megazero.tensor_parallel.float8 import (
-    AS_WRITTEN,
-    E4M3,
-    GRADIENT,
-    INPUT,
-    Float8Products,
-    LayerScales,
-    Rounding,
-    round_and_measure,
-    round_by,
-    round_weight,
-)
+from megazero.tensor_parallel.float8 import E4M3, GRADIENT, INPUT, Float8Products, LayerScales
 
 PROGRESS_KEY = "fp8_scales"
 _KINDS = 3  # tensors of a layer: input, weight, gradient
+# Numbers of a layer lie so many apart: cuBLAS refuses the address of a scale that is not aligned, and torch's compiler
+# copies such an input, so that what a kernel writes there would be lost.
+_APART = 128
 
 
 class DelayedRecipe(NamedTuple):
@@ -68,12 +57,6 @@ def following_scales(history: Tensor, scales: Tensor, largest: Tensor, recipe: D
     return torch.where(amax > 0, found, scales)
 
 
-def compiled_rounding(*, searches: bool = False) -> Rounding:
-    """Return the passes over a tensor, each compiled to one."""
-    passes: tuple[Callable[..., Any], ...] = (round_by, round_and_measure, round_weight)
-    return Rounding(*(compiled(each, searches=searches) for each in passes))
-
-
 class DelayedScales:
     """The scales and the history of all layers of a model, the same on every rank."""
 
@@ -85,7 +68,6 @@ class DelayedScales:
         num_layers: int,
         world: Communicator,
         device: torch.device,
-        rounding: Rounding = AS_WRITTEN,
         ledger: AnyLedger | None = None,
     ) -> None:
         """Let products round by delayed scales.
@@ -99,26 +81,25 @@ class DelayedScales:
         self.history = torch.zeros(recipe.history_len, num_layers * _KINDS, device=device)
         self.scales = torch.tensor([1.0, 1.0, recipe.first_gradient_scale], device=device).repeat(num_layers)
         self._rows = torch.tensor(list(layers), device=device)
-        # Tensors of their own, no views of one: compiled code writes to the maxima of several layers.
-        self._own_scales = [torch.empty(_KINDS, device=device) for _ in layers]
-        self._maxima = [torch.empty(_KINDS, device=device) for _ in layers]
-        self._of_activations = [maxima[kind] for maxima in self._maxima for kind in (INPUT, GRADIENT)]
-        for products, scales, maxima in zip(layers.values(), self._own_scales, self._maxima, strict=True):
-            products.scales = LayerScales(scales, maxima, rounding)
+        own = torch.zeros(3, len(layers), _KINDS, _APART, device=device)
+        self._own_scales, self._reciprocals, self._maxima = own[..., 0].unbind()
+        for index, products in enumerate(layers.values()):
+            products.scales = LayerScales(self._own_scales[index], self._reciprocals[index], self._maxima[index])
         self._publish()
-        for tensor in (self._largest, self.history, self.scales, self._rows, *self._own_scales, *self._maxima):
+        for tensor in (self._largest, self.history, self.scales, self._rows, own):
             (ledger or NullLedger()).tag(tensor, "parameters")
 
     def begin_step(self) -> None:
         """Forget the maxima that evaluations have found, but for those of weights, which are the same in the step."""
-        torch._foreach_zero_(self._of_activations)
+        self._maxima[:, INPUT].zero_()
+        self._maxima[:, GRADIENT].zero_()
 
     def end_step(self, skipped: Tensor | None) -> None:
         """Enter the step's maxima into the history, and set the scales of the next one; a collective call.
 
         skipped: not 0 if the step was not taken, which leaves everything as it was; None: it was.
         """
-        own = torch.stack(self._maxima).nan_to_num(nan=0.0, posinf=0.0)
+        own = self._maxima.nan_to_num(nan=0.0, posinf=0.0)
         maxima = torch.zeros_like(self.scales).view(-1, _KINDS).index_copy_(0, self._rows, own).view(-1)
         self._world.all_reduce_scalars(maxima, "max").wait()
         history = torch.cat([maxima[None], self.history[:-1]])
@@ -133,8 +114,9 @@ class DelayedScales:
     def _publish(self) -> None:
         """Copy the scales to the layers, and forget the maxima of the step."""
         rows = self.scales.view(-1, _KINDS).index_select(0, self._rows)
-        torch._foreach_copy_(self._own_scales, list(rows.unbind()))
-        torch._foreach_zero_(self._maxima)
+        self._own_scales.copy_(rows)
+        self._reciprocals.copy_(rows.reciprocal())
+        self._maxima.zero_()
 
     def to_json(self) -> dict[str, Any]:
         """Return scales and history as a checkpoint stores them."""

@@ -3,16 +3,18 @@
 A module's weights are quantised just before its first forward after a change: then they are whole, published or
 gathered.  What is kept depends on where the weights are:
 
-    whole on every rank (ZeRO 0 to 2)   scale, values [out, in] and, for the input gradient, transposed [in, out]:
-                                        2 bytes a weight beside its 2 in bf16
-    partitioned (ZeRO 3)                the scale alone: values of all weights would take as much as the whole weights,
-                                        which are partitioned so that no rank holds them; a product rounds by the scale
+    whole on every rank (ZeRO 0 to 2)   scale, values by rows and, for the input gradient, by columns: 2 bytes a weight
+                                        beside its 2 in bf16
+    partitioned (ZeRO 3)                the maximum alone: values of all weights would take as much as the whole
+                                        weights, which are partitioned so that no rank holds them; a product rounds by
+                                        the maximum, and by delayed scaling without one
 
-A scale is that of the rank's slice of a weight, as where every product finds its own: both give the same numbers.  By
-delayed scaling it is known before, and the weight's maximum is recorded here, once a step, for later scales.
+A factor is that of the rank's slice of a weight, as where every product finds its own: both give the same numbers.  By
+delayed scaling it is known before, and the weight's maximum is recorded here, for later factors.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,8 +23,7 @@ from torch import Tensor, nn
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.rules.float8 import has_8bit_products
 from megazero.tensor_parallel.adapters import Adapter
-from megazero.tensor_parallel.compiler import compiled
-from megazero.tensor_parallel.float8 import Float8Products, LayerScales, StepWeight, quantise_weight, weight_scale
+from megazero.tensor_parallel.float8 import Float8Products, LayerScales, StepWeight, quantise_weight, search_weight
 from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 Linear = ColumnParallelLinear | RowParallelLinear
@@ -43,6 +44,13 @@ def linear_layers(modules: Iterable[nn.Module]) -> list[Linear]:
     return [part for part in parts if isinstance(part, Linear) and part not in of_adapters]
 
 
+def give_own_products(layers: Iterable[Linear]) -> None:
+    """Give every layer products of its own, which hold what is its alone: its weight, or its scales."""
+    for layer in layers:
+        if isinstance(layer.products, Float8Products):
+            layer.products = replace(layer.products)
+
+
 class QuantisedWeights:
     """Quantises the weights of modules before their first forward after a change."""
 
@@ -52,23 +60,18 @@ class QuantisedWeights:
         *,
         count_changes: Callable[[], int],
         keeps_values: bool,
-        compiles: bool = False,
-        searches: bool = False,
         ledger: AnyLedger | None = None,
     ) -> None:
-        """Give every layer products of its own, and follow the modules' forwards.
+        """Follow the modules' forwards.
 
-        layers: the linear layers by the module whose forward makes their weights whole; its hooks come first.
-        count_changes: returns a number that is another one after every change of the weights.  compiles: the values are
-        made in both orders by one read of the weight.
+        layers: the linear layers, each with products of its own, by the module whose forward makes their weights whole;
+        its hooks come first.  count_changes: returns a number that is another one after every change of the weights.
         """
         self._count_changes = count_changes
         self._ledger = ledger or NullLedger()
-        self._quantise: _Quantise = quantise_weight if keeps_values else weight_scale
-        if compiles:
-            self._quantise = compiled(self._quantise, searches=searches)
+        self._quantise: _Quantise = quantise_weight if keeps_values else search_weight
         self._made_at: dict[nn.Module, int] = {}
-        self._held = {module: [_own_products(layer) for layer in each] for module, each in layers.items()}
+        self._held = {module: [_held(layer) for layer in each] for module, each in layers.items()}
         held = [one.weight for each in self._held.values() for one in each if has_8bit_products(*one.weight.shape)]
         self.kept_bytes = 2 * keeps_values * sum(weight.numel() for weight in held)
         """The bytes of values on this rank."""
@@ -85,15 +88,12 @@ class QuantisedWeights:
             products.weight = None  # its memory serves the new values
             with torch.no_grad():
                 products.weight = made = self._quantise(weight.detach(), products.scales)
-            for tensor in made:
+            for tensor in (made.maximum, *(made.quantised or ())):
                 if tensor is not None:
                     self._ledger.tag(tensor, "parameters")
         self._made_at[module] = now
 
 
-def _own_products(layer: Linear) -> _Held:
-    """Give a layer products of its own, whose weight is the layer's."""
-    shared = layer.products
-    assert isinstance(shared, Float8Products), "the layer's products are of 8-bit numbers"
-    layer.products = products = Float8Products(shared.gradients, shared.otherwise)
-    return _Held(layer.weight, products)
+def _held(layer: Linear) -> _Held:
+    assert isinstance(layer.products, Float8Products), "the layer's products are of 8-bit numbers"
+    return _Held(layer.weight, layer.products)

@@ -59,10 +59,10 @@ from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.adapters import is_adapters
 from megazero.tensor_parallel.compiler import compiled as compiled_function
 from megazero.tensor_parallel.deferred import DeferredGradients
-from megazero.tensor_parallel.float8 import AS_WRITTEN, Float8Products, float8_products
+from megazero.tensor_parallel.float8 import Float8Products, float8_products
 from megazero.tensor_parallel.float8_scales import PROGRESS_KEY as SCALES_KEY
-from megazero.tensor_parallel.float8_scales import DelayedRecipe, DelayedScales, compiled_rounding
-from megazero.tensor_parallel.float8_weights import QuantisedWeights, linear_layers
+from megazero.tensor_parallel.float8_scales import DelayedRecipe, DelayedScales
+from megazero.tensor_parallel.float8_weights import QuantisedWeights, give_own_products, linear_layers
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.onednn import fastest_products
 from megazero.tensor_parallel.random import RandomRegions
@@ -208,7 +208,9 @@ def build_components(
     engine = _build_engine(config, model, mesh, buffers, ledger, timers, compiles=compiles)
     searches = config.training.compile == "max"
     compiled = compile_blocks(model, as_a_whole=tp.within_compiled, searches=searches) if compiles else None
-    weights = _quantised_weights(config, model, engine, compiles=compiles)
+    if config.precision.fp8_format is not None:
+        give_own_products(linear_layers(model.layers.values()))
+    weights = _quantised_weights(config, model, engine)
     tokens = config.training.micro_batch_size * config.model.seq_length
     activation_bytes = tokens * config.model.hidden_size * tp.dtype.itemsize if tp.border.splits_sequence else 0
     buffers.resize(max(engine.largest_buffer_bytes, activation_bytes))  # gloo's reduce-scatter borrows its input's size
@@ -229,7 +231,7 @@ def build_components(
         attention=attention,
         compiled=compiled,
         weights=weights,
-        scales=_delayed_scales(config, model, mesh, ledger, compiles_alone=compiles and not tp.within_compiled),
+        scales=_delayed_scales(config, model, mesh, ledger),
     )
 
 
@@ -259,28 +261,24 @@ def tensor_parallel(
     )
 
 
-def _quantised_weights(config: RunConfig, model: GPT, engine: Engine, *, compiles: bool) -> QuantisedWeights | None:
+def _quantised_weights(config: RunConfig, model: GPT, engine: Engine) -> QuantisedWeights | None:
     """Return the 8-bit form of the blocks' weights that is made once a step, None where every product makes it."""
     precision = config.precision
-    if precision.fp8_format is None or not (precision.fp8_cache_weights or precision.fp8_recipe == "delayed"):
+    keeps_values = engine.plan.parameter.placement is Placement.REPLICATED
+    if precision.fp8_format is None or not precision.fp8_cache_weights:
+        return None
+    if precision.fp8_recipe == "delayed" and not keeps_values:
         return None
     return QuantisedWeights(
         {module: linear_layers(blocks) for module, blocks in model.consumers()},
         count_changes=lambda: engine.num_weight_changes,
-        keeps_values=precision.fp8_cache_weights and engine.plan.parameter.placement is Placement.REPLICATED,
-        compiles=compiles,
-        searches=config.training.compile == "max",
+        keeps_values=keeps_values,
         ledger=engine.settings.ledger,
     )
 
 
-def _delayed_scales(
-    config: RunConfig, model: GPT, mesh: Mesh, ledger: AnyLedger, *, compiles_alone: bool
-) -> DelayedScales | None:
-    """Return the scales by which this rank's layers round, of all that the model has; None without delayed scaling.
-
-    compiles_alone: rounding is compiled by itself, where blocks are not compiled as a whole.
-    """
+def _delayed_scales(config: RunConfig, model: GPT, mesh: Mesh, ledger: AnyLedger) -> DelayedScales | None:
+    """Return the scales by which this rank's layers round, of all that the model has; None without delayed scaling."""
     precision = config.precision
     if precision.fp8_format is None or precision.fp8_recipe != "delayed":
         return None
@@ -301,7 +299,6 @@ def _delayed_scales(
         num_layers=config.model.num_layers * len(next(iter(layers.values()))),
         world=mesh.world,
         device=mesh.device,
-        rounding=compiled_rounding(searches=config.training.compile == "max") if compiles_alone else AS_WRITTEN,
         ledger=ledger,
     )
 

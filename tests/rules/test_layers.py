@@ -45,6 +45,7 @@ SELDOM = ("fsspec", "sentencepiece", "torch._inductor", "fcntl", "resource")
 OPTIONAL = (
     *("torch.utils.tensorboard", "PIL", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid"),
     *("ray", "wandb", "mlflow"),
+    "megazero.tensor_parallel.float8_kernels",  # of Triton, which torch for GPUs has
 )
 
 # The files that users start.  torch takes most of a second to load, so programs read their command line without it:

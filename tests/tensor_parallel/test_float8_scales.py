@@ -82,10 +82,10 @@ def test_the_rule_in_plain_pytorch(recipe: DelayedRecipe) -> None:
             for micro_batch in range(3):
                 x = drawn(16, 32, seed=9 * step + micro_batch, magnitude=magnitude)
                 maximum = max(maximum, float(x.abs().max()))
-                found, expected = held.quantise_and_record(which, x, dtype), plain[which].quantise(x)
-                assert torch.equal(found.values.float(), expected[0].float())
+                found, expected = held.quantise(which, x, dtype), plain[which].quantise(x)
+                assert torch.equal(found.rows.float(), expected[0].float())
                 assert torch.equal(found.scale, expected[1])
-                assert torch.equal(held.quantise(which, x, dtype).values.float(), expected[0].float())
+                assert torch.equal(found.columns.float().t(), expected[0].float())
             plain[which].end_step(maximum)
         scales.end_step(None)
         assert torch.equal(scales.scales, torch.stack([plain[which].scale for which in FORMATS])), step
@@ -109,13 +109,23 @@ def test_an_overflow_is_limited_and_infinities_are_seen() -> None:
         spoilt = [each.clone() for each in (x, weight, grad)]
         for each in spoilt:
             each[3, 5] = value
-        assert not torch.isfinite(products.output(spoilt[0], weight, None)).any()
-        assert not torch.isfinite(products.weight_gradient(spoilt[2], x)).any()
+        assert not torch.isfinite(products.output(spoilt[0], weight, None)[3]).any()
+        assert not torch.isfinite(products.weight_gradient(spoilt[2], x)[5]).any()
         products.weight = quantise_weight(spoilt[1], products.scales)
-        assert not torch.isfinite(products.output(x, weight, None)).any()
-        assert not torch.isfinite(products.input_gradient(grad, weight)).any()
+        assert not torch.isfinite(products.output(x, weight, None)[:, 3]).any()
+        assert not torch.isfinite(products.input_gradient(grad, weight)[:, 5]).any()
     scales.end_step(None)
     assert torch.equal(scales.scales, before) and torch.isfinite(scales.history).all()
+
+
+def test_single_numbers_are_aligned() -> None:
+    """A GPU's library takes the address of a scale, and compiled code that of a maximum, as a tensor's own."""
+    layers = {row: Float8Products(E5M2) for row in range(5)}
+    DelayedScales(layers, DelayedRecipe(0, 1, "max"), num_layers=5, world=LocalCommunicator(), device=CPU)
+    numbers = [number for each in layers.values() for triple in each.scales._each for number in triple]
+    first = min(number.data_ptr() for number in numbers)
+    assert len({number.data_ptr() for number in numbers}) == 5 * 9
+    assert all((number.data_ptr() - first) % 512 == 0 and number.ndim == 0 for number in numbers)
 
 
 def test_ranks_share_maxima() -> None:
@@ -129,7 +139,7 @@ def test_ranks_share_maxima() -> None:
                 assert products.scales is not None
                 for which in FORMATS:
                     x = drawn(16, 16, seed=row) * (1 + which) * (2 if world.rank == row == 0 else 1)
-                    products.scales.quantise_and_record(which, x * (100 if step == 2 else 1), FORMATS[which])
+                    products.scales.quantise(which, x * (100 if step == 2 else 1), FORMATS[which])
             scales.end_step(torch.tensor(float(step == 2), dtype=torch.float64))
         assert all(
             torch.equal(products.scales.scales, scales.scales.view(3, 3)[row])
@@ -149,7 +159,7 @@ def test_what_a_checkpoint_stores() -> None:
     scales, products = one_layer(DelayedRecipe(0, 3, "max"))
     assert products.scales is not None
     for step in range(5):
-        products.scales.quantise_and_record(INPUT, drawn(16, 16, seed=step), E4M3)
+        products.scales.quantise(INPUT, drawn(16, 16, seed=step), E4M3)
         scales.end_step(None)
     saved = scales.to_json()
     for history_len in (2, 3, 9):

@@ -98,9 +98,9 @@ def test_layouts_of_the_same_micro_batches_agree(
 def train_with_inverted_scales(rank: int, chosen: Cell, prefix: str) -> Outcome:
     quantise = float8.quantise
 
-    def inverted(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
-        values, scale = quantise(x, dtype)
-        return Quantised(values, 1 / scale)
+    def inverted(x: torch.Tensor, dtype: torch.dtype, **orders: bool) -> Quantised:
+        found = quantise(x, dtype, **orders)
+        return found._replace(scale=1 / found.scale)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(float8, "quantise", inverted)
