@@ -491,7 +491,7 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/data/test_loader.py",),
     ),
     Fault(
-        "library/engine.py",
+        "library/data_parallel_engine.py",
         "the model is told a length in evaluations too",
         "if self._gives_length and self.module.training:",
         "if self._gives_length:",
@@ -568,11 +568,11 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/deepspeed/runtime/test_lr_schedules.py",),
     ),
     Fault(
-        "deepspeed/engine.py",
+        "deepspeed/deepspeed_engine.py",
         "a script's own schedule is not stepped",
         "if self._advances and self.core.was_step_applied():",
         "if False:",
-        ("tests/deepspeed/test_engine.py",),
+        ("tests/deepspeed/test_deepspeed_engine.py",),
     ),
     Fault(
         "library/module/tiled_linear.py",
@@ -807,7 +807,7 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         "a forward pass inside backward counts as backward",
         'in_backward = phase == "backward" or self._action in _BACKWARD',
         'in_backward = phase == "backward"',
-        ("tests/planner/test_plan.py",),
+        ("tests/planner/test_job_plan.py",),
     ),
     Fault(
         "planner/dry_run.py",

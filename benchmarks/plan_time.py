@@ -42,7 +42,7 @@ from megazero.planner import measuring
 from megazero.planner.calibrate import measured
 from megazero.planner.dry_run import DryJob
 from megazero.planner.hardware import Hardware, read_hardware, to_yaml
-from megazero.planner.plan import make_plan
+from megazero.planner.job_plan import make_plan
 from megazero.planner.predict import forecast_of
 from megazero.planner.seconds import StepTime
 

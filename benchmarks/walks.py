@@ -96,7 +96,7 @@ WALKS: Mapping[str, str] = {
         zero/parameters/publish:ParameterPublisher  was zero/publish:ParameterPublisher
         zero/engine:plan_layout
         library/state/access:_State  was zero/access:_State
-        library/engine:DataParallelEngine.save_16bit_model
+        library/data_parallel_engine:DataParallelEngine.save_16bit_model
         verify/full_tensors:OwnedTensors  was train/full_tensors:OwnedTensors
     """,
 }

@@ -15,7 +15,7 @@ __version__ = "0.19.6"
 
 _MODULES = MappingProxyType(
     {
-        "DeepSpeedEngine": "megazero.deepspeed.engine",
+        "DeepSpeedEngine": "megazero.deepspeed.deepspeed_engine",
         "add_config_arguments": "megazero.deepspeed.arguments",
         "get_accelerator": "megazero.deepspeed.accelerator",
         "init_distributed": "megazero.deepspeed.comm",

@@ -18,7 +18,7 @@ _PLACES = MappingProxyType(
         "checkpoint.utils": "utils",
         "runtime.activation_checkpointing.checkpointing": "checkpointing",
         "runtime.dataloader": "data",
-        "runtime.engine": "engine",
+        "runtime.engine": "deepspeed_engine",
         "runtime.pipe": "pipe",
         "runtime.pipe.module": "pipe",
         "runtime.pipe.topology": "pipe",

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from megazero.config.choices import OptimizerChoice
 from megazero.deepspeed.comm import DEFAULT_PORT, get_rank, init_distributed
 from megazero.deepspeed.data import InputSettings
-from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.deepspeed_engine import DeepSpeedEngine
 from megazero.deepspeed.missing import refuse
 from megazero.dialects.deepspeed.reading import read_file
 from megazero.library.config import load_engine_config

@@ -25,7 +25,7 @@ from megazero.library.config import (
     without_optimizer,
     without_schedule,
 )
-from megazero.library.engine import LENGTH_ARGUMENT, DataParallelEngine, EngineComponents, takes_length
+from megazero.library.data_parallel_engine import LENGTH_ARGUMENT, DataParallelEngine, EngineComponents, takes_length
 from megazero.library.module.leaf_modules import choose_leaves
 from megazero.library.module.prepare import prepare
 from megazero.library.module.units import choose_units

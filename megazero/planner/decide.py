@@ -32,8 +32,8 @@ from megazero.planner.dry_run import DryJob
 from megazero.planner.hardware import Hardware
 from megazero.planner.hollow import Operators
 from megazero.planner.hops import with_hops
+from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES
-from megazero.planner.plan import Plan, make_plan
 from megazero.planner.predict import forecast_of
 from megazero.train.decisions import Decision, word_of
 from megazero.units import format_bytes

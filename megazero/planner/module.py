@@ -20,7 +20,7 @@ from megazero.comm.wires.shard_group import PLAIN, Wires
 from megazero.config.engine_sections import ReportConfig
 from megazero.errors import ConfigError, Problem, UsageError, raise_problems
 from megazero.library.config import EngineConfig, load_engine_config, resolve_batch
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.initialize import assemble, read_settings
 from megazero.library.optimizers import MakeOptimizer
 from megazero.library.partitioned_init.init import Init
@@ -31,8 +31,8 @@ from megazero.planner.dry_run import DryRank, RankRecord
 from megazero.planner.forecast import Forecast
 from megazero.planner.hardware import Hardware
 from megazero.planner.hops import decided_hops
+from megazero.planner.job_plan import JobPlan
 from megazero.planner.machines import hardware_of
-from megazero.planner.plan import JobPlan
 from megazero.planner.seconds import step_time
 from megazero.planner.show import lines
 from megazero.planner.trace import Compute

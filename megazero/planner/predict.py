@@ -2,7 +2,7 @@
 
 from megazero.config import derived
 from megazero.planner.forecast import Forecast
-from megazero.planner.plan import Plan
+from megazero.planner.job_plan import Plan
 from megazero.planner.seconds import step_time
 from megazero.report.metrics import flops_per_token
 from megazero.train.pipeline_stages import stage_plan

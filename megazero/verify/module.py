@@ -23,7 +23,7 @@ from megazero.config.engine_sections import PrecisionConfig
 from megazero.config.optimizers import in_numbers
 from megazero.errors import Problem, TrainingError, UsageError
 from megazero.library.config import EngineConfig, load_engine_config
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.initialize import initialize
 from megazero.library.optimizers import MakeOptimizer
 from megazero.parallel.param_spec import named_specs

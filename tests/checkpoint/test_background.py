@@ -23,7 +23,7 @@ from megazero.checkpoint.writer import Draft, save
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import Meter
 from megazero.errors import CheckpointError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.memory.ledger_interface import NullLedger
 from megazero.parallel.param_spec import ParamSpec, StateFragment
 

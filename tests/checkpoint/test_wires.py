@@ -13,7 +13,7 @@ from torch import nn
 import megazero
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.checkpoint.wires import largest_wire_bytes
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.state.checkpoints import Loading
 from megazero.parallel.nodes import Nodes
 

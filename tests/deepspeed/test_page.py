@@ -11,12 +11,14 @@ from support.source_tree import ROOT
 from support.warm_python import warm_python
 
 import megazero.deepspeed as deepspeed
-from megazero.deepspeed.engine import DeepSpeedEngine
-from megazero.library.engine import DataParallelEngine
+from megazero.deepspeed.deepspeed_engine import DeepSpeedEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 
 PAGE = (ROOT / "docs" / "deepspeed.md").read_text(encoding="utf-8")
 # Attributes that an engine has once it is made.
-SET = set(re.findall(r"self\.(\w+)(?:, self\.(?:\w+))* = ", (ROOT / "megazero/deepspeed/engine.py").read_text()))
+SET = set(
+    re.findall(r"self\.(\w+)(?:, self\.(?:\w+))* = ", (ROOT / "megazero/deepspeed/deepspeed_engine.py").read_text())
+)
 SET |= {"global_steps", "global_samples", "skipped_steps", "world_size", "mp_world_size"}
 
 

@@ -27,7 +27,7 @@ import megazero
 from megazero.checkpoint.folders import LATEST
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.errors import FileError, UserError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_fp32_param
 
 NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="files without names are opened in /proc")

@@ -8,7 +8,7 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
 import megazero
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_fp32_param
 
 STAGES = (0, 1, 2, 3)

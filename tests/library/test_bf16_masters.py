@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.errors import ConfigError, UsageError
 from megazero.library.config import load_engine_config
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from megazero.zero.plan import ModelStateBytes
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.config.optimizers import EIGHT_BIT_BLOCK, OPTIMIZERS
 from megazero.errors import ConfigError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from megazero.optim.eight_bit import KERNELS
 from megazero.zero.parameters.gathered import GatheredParameters

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.errors import ConfigError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.parallel.nodes import Nodes
 
 FROZEN = {"zero_quantized_nontrainable_weights": True}

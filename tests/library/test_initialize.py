@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.errors import CheckpointError, ConfigError, UsageError
 from megazero.library.config import load_engine_config
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.zero.parameters.gathered import GatheredParameters
 
 STEPS = 3

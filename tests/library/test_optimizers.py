@@ -16,7 +16,7 @@ import megazero
 from megazero.config.choices import OptimizerChoice
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.errors import ConfigError, UsageError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.optimizers import choose
 from megazero.library.state.access import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from megazero.optim.inner import Elementwise, FusedAdamW

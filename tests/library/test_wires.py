@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.comm.wires.codec import BlockCodec
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.parallel.nodes import Nodes
 
 WIDTH, SAMPLES, NODES, INSIDE = 24, 8, 2, 2

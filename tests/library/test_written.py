@@ -20,7 +20,7 @@ import megazero
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
 from megazero.errors import UsageError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_fp32_param, safe_set_full_fp32_param
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology

@@ -14,8 +14,8 @@ from megazero.parallel.nodes import Nodes
 from megazero.planner.decide import Room, choose, homes, ladder, this_machine, walk
 from megazero.planner.dry_run import DryJob
 from megazero.planner.hollow import Operators
+from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES
-from megazero.planner.plan import Plan, make_plan
 from megazero.planner.predict import forecast_of
 
 AUTO: dict[str, Any] = {

@@ -13,8 +13,8 @@ from megazero.planner.curves import constant
 from megazero.planner.dry_run import DryJob
 from megazero.planner.hardware import Hardware, Link
 from megazero.planner.hops import with_hops
+from megazero.planner.job_plan import make_plan
 from megazero.planner.machines import MACHINES
-from megazero.planner.plan import make_plan
 
 SIZES = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64}
 AUTO = {"zero_stage": 3, "hierarchical_collectives": "auto", "micro_batch_size": 1, "lr": 1e-3, "mock_data": True}

@@ -9,8 +9,8 @@ from megazero.command_line.parse import parse
 from megazero.parallel.nodes import Nodes
 from megazero.planner.dry_run import DryJob
 from megazero.planner.hardware import Hardware, Link
+from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES
-from megazero.planner.plan import Plan, make_plan
 from megazero.planner.predict import forecast_of
 from megazero.report.metrics import flops_per_token
 

@@ -10,7 +10,7 @@ from support.source_tree import PROGRAMS, sources, walk
 STAGE_NUMBER = "zero_stage"
 MAY_KNOW_THE_STAGE = (
     *(f"megazero/{package}/" for package in ("config", "rules", "dialects", "command_line")),
-    "megazero/deepspeed/engine.py",
+    "megazero/deepspeed/deepspeed_engine.py",
     "megazero/deepspeed/zero.py",
     "megazero/planner/advice/choices.py",
     "megazero/verify/configuration.py",

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from megazero.parallel.nodes import Nodes
 from megazero.planner.dry_run import DryJob
+from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES
 from megazero.planner.page.page import PageStory, plan_page
 from megazero.planner.page.what_if import Point, points
-from megazero.planner.plan import Plan, make_plan
 from megazero.planner.predict import forecast_of
 from megazero.planner.words import read_run
 

@@ -18,7 +18,7 @@ from megazero.pipeline.schedule import Action, Kind
 from megazero.planner.dry_run import DryJob, RankRecord
 from megazero.planner.hardware import Hardware
 from megazero.planner.hollow import Operators
-from megazero.planner.plan import Plan, constants, make_plan
+from megazero.planner.job_plan import Plan, constants, make_plan
 from megazero.planner.predict import forecast_of
 from megazero.planner.seconds import StepTime
 from megazero.planner.trace import Part

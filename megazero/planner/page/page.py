@@ -13,13 +13,13 @@ from megazero.memory.ledger_figures import CATEGORIES
 from megazero.planner.compare import ComparedPart
 from megazero.planner.dry_run import RankRecord
 from megazero.planner.forecast import Forecast
+from megazero.planner.job_plan import Plan, between_nodes, constants, phase_at_peak
 from megazero.planner.page import pictures
 from megazero.planner.page.controls import CONTROLS, MICRO_BATCH
 from megazero.planner.page.document import document
 from megazero.planner.page.stages import lanes_of, shares_of
 from megazero.planner.page.tables import figure, folded, nbytes, share, swatch, table, word
 from megazero.planner.page.what_if import Point
-from megazero.planner.plan import Plan, between_nodes, constants, phase_at_peak
 from megazero.planner.seconds import StepTime
 from megazero.planner.show import AXES, line_of, verdict
 from megazero.planner.trace import Part

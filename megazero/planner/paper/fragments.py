@@ -20,7 +20,7 @@ from megazero.activations.context import recompute
 from megazero.comm.metered import Meter
 from megazero.comm.startup import dry_mesh
 from megazero.errors import MemoryLimitError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.initialize import initialize
 from megazero.memory.address_book import AddressBook
 from megazero.memory.fused_buffers import FusedBuffers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.errors import ConfigError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.partitioned_init.init import Init
 
 RANKS, WIDTH = 4, 24

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import megazero
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.errors import CheckpointError, UsageError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_fp32_param
 from megazero.zero.parameters.gathered import GatheredParameters
 

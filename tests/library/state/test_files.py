@@ -17,7 +17,7 @@ from support.warm_python import warm_python
 from torch import Tensor, nn
 
 import megazero
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.state.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.errors import UsageError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_fp32_param
 
 

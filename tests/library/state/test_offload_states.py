@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.errors import UsageError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 
 WIDTH = 12
 ALL = ("optim_states", "hp_params", "lp_params", "lp_grads")

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import megazero
 from megazero.errors import UsageError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.zero.parameters.gathered import GatheredParameters
 
 OPTIONS: dict[str, dict[str, Any]] = {

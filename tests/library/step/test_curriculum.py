@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.deepspeed.data import InputSettings
-from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.deepspeed_engine import DeepSpeedEngine
 from megazero.errors import ConfigError
 
 SECTION = {

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megazero
 from megazero.errors import UsageError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.zero.parameters.gathered import GatheredParameters
 
 STAGES = range(4)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.errors import TrainingError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 
 ACCUMULATION = 2
 

@@ -14,7 +14,7 @@ import megazero
 from megazero.config.choices import SchedulerChoice
 from megazero.errors import CheckpointError, ConfigError
 from megazero.library.config import load_engine_config
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.step.stepping import LearningRates
 
 WARMUP, DECAY, INCREASE, MICRO, PASSES = 21, 63, 35, 3, 2

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.config.choices import SchedulerChoice
 from megazero.errors import ConfigError, TrainingError, UsageError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.step.stepping import LearningRates
 from megazero.zero.parameters.gathered import GatheredParameters
 

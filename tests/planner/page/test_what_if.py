@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.plan_page import Drawn, drawn_plan
 
+from megazero.planner.job_plan import make_plan
 from megazero.planner.page.what_if import (
     MICRO_BATCH,
     other_micro_batch,
@@ -14,7 +15,6 @@ from megazero.planner.page.what_if import (
     settings,
     with_setting,
 )
-from megazero.planner.plan import make_plan
 
 GIVEN = {"micro-batch": 1, "stage": 1, "recomputation": "full", "homes": "cpu"}
 

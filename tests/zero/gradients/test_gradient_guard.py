@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import megazero
 from megazero.errors import UsageError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.zero import GatheredParameters, safe_get_full_grad, safe_set_full_grad
 
 DP, ACCUMULATION, STEPS, LR = 2, 2, 3, 0.1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.errors import ConfigError
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.zero.parameters.gathered import GatheredParameters
 
 DP, ACCUMULATION, LR = 2, 2, 0.02

@@ -20,7 +20,7 @@ from megazero.checkpoint.folders import hidden_path
 from megazero.deepspeed import scheduler_state
 from megazero.deepspeed.data import InputSettings, make_loader
 from megazero.deepspeed.missing import missing_name, refuse
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.parallel.launch import Launch
 from megazero.zero.plan import Lifetime, Placement
 

@@ -12,7 +12,7 @@ from support.any_models import CASES, History, inputs_of, make, train_plain
 from support.processes import mesh_in_worker, run_ranks
 
 import megazero
-from megazero.library.engine import DataParallelEngine
+from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.zero.parameters.gathered import GatheredParameters
 
 STEPS = 3

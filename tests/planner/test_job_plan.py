@@ -10,8 +10,8 @@ import pytest
 
 from megazero.parallel.nodes import Nodes
 from megazero.planner.dry_run import DryJob
+from megazero.planner.job_plan import Plan, make_plan, parts_of
 from megazero.planner.machines import MACHINES
-from megazero.planner.plan import Plan, make_plan, parts_of
 from megazero.planner.show import lines
 from megazero.planner.trace import Compute, Copy, Message, TraceWait
 from megazero.planner.words import read_run
