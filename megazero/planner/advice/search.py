@@ -37,7 +37,7 @@ class Limit(NamedTuple):
         return lambda: search.runs >= runs or time.process_time() >= seconds
 
 
-LIMIT, SHORT_LIMIT = Limit(60, 28.0), Limit(6, 6.0)
+LIMIT, SHORT_LIMIT = Limit(60, 24.0), Limit(6, 6.0)
 
 
 class Candidate(NamedTuple):
