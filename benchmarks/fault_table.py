@@ -57,11 +57,11 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/planner/test_costs.py",),
     ),
     Fault(
-        "planner/measuring.py",
+        "planner/calibration/measuring.py",
         "a machine is as fast as its fastest process",
         'self.place.world.all_reduce_scalars(value, "max")',
         'self.place.world.all_reduce_scalars(value, "min")',
-        ("tests/planner/test_calibrate.py",),
+        ("tests/planner/calibration/test_machine.py",),
     ),
     Fault(
         "planner/timeline.py",
@@ -624,11 +624,11 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/prepare/tokens/test_answers.py",),
     ),
     Fault(
-        "checkpoint/merged.py",
+        "checkpoint/hugging_face/merged.py",
         "an adapter is merged without its scale",
         "self._checkpoint.read_full(other), self._scale)",
         "self._checkpoint.read_full(other), 1.0)",
-        ("tests/checkpoint/test_families.py",),
+        ("tests/checkpoint/hugging_face/test_families.py",),
     ),
     Fault(
         "tensor_parallel/adapters.py",

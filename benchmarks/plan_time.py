@@ -39,7 +39,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.planner import measuring
-from megazero.planner.calibrate import measured
+from megazero.planner.calibration.machine import measured
 from megazero.planner.dry_run import DryJob
 from megazero.planner.hardware import Hardware, read_hardware, to_yaml
 from megazero.planner.job_plan import make_plan

@@ -119,7 +119,7 @@ def export_command(options: argparse.Namespace, console: Console) -> None:
     """Convert a checkpoint to a Hugging Face model."""
     import torch
 
-    from megazero.checkpoint.huggingface import export_model
+    from megazero.checkpoint.hugging_face.conversion import export_model
     from megazero.checkpoint.reader import open_complete
     from megazero.generate.session import saved_vocab_size
 
@@ -143,7 +143,7 @@ def import_command(options: argparse.Namespace, console: Console) -> None:
     from it by --finetune.  With the optimizer's states it is of a later step, from which --load goes on.
     """
     from megazero.checkpoint.foreign.model import find_foreign
-    from megazero.checkpoint.huggingface import CONFIG_FILE
+    from megazero.checkpoint.hugging_face.conversion import CONFIG_FILE
 
     if steps := list_steps(options.save):
         given = f"--save {options.save}, which has {steps[-1].path.name}"
@@ -160,7 +160,7 @@ def import_command(options: argparse.Namespace, console: Console) -> None:
 
 
 def _import_transformers(options: argparse.Namespace, console: Console) -> None:
-    from megazero.checkpoint.huggingface import read_model
+    from megazero.checkpoint.hugging_face.conversion import read_model
 
     imported = read_model(options.input)
     data, line = import_tokenizer(options.input, options.save / TOKENIZER_FOLDER, vocab_size=imported.vocab_size)

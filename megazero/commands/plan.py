@@ -225,7 +225,7 @@ def _calibrate(own: Words) -> int:
         from megazero.cluster.local_processes import start_processes
 
         return start_processes(job)
-    from megazero.planner.calibrate import calibrate
+    from megazero.planner.calibration.machine import calibrate
 
     calibrate(Path(own.values["--calibrate"]), job.launch, is_quick=own.is_quick)
     return 0

@@ -16,7 +16,7 @@ from support.processes import mesh_in_worker, run_ranks
 from support.training import shape_of
 from torch import Tensor, nn
 
-from megazero.checkpoint.huggingface import export_model
+from megazero.checkpoint.hugging_face.conversion import export_model
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.config import derived
 from megazero.config.model import ModelConfig

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from megazero.checkpoint.families import rows_of
 from megazero.checkpoint.foreign.distributed import METADATA, DistributedFiles
 from megazero.checkpoint.foreign.names import BLOCK, ENDS, HEAD, LAYERS, VOCABULARY, WORDS
 from megazero.checkpoint.foreign.settings import has_exact_gelu, model_of
 from megazero.checkpoint.foreign.shards import ShardedFiles
 from megazero.checkpoint.foreign.universal import STATES, UniversalFiles
-from megazero.checkpoint.imported import ImportedWeights, full_shapes, their_shapes
+from megazero.checkpoint.hugging_face.families import rows_of
+from megazero.checkpoint.hugging_face.imported import ImportedWeights, full_shapes, their_shapes
 from megazero.checkpoint.state import TrainState
 from megazero.config.model import ModelConfig
 from megazero.errors import CheckpointError, Problem, raise_problems

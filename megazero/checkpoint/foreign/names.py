@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.families import HEADS, ROWS, FamilyRow, Form, both, row
+from megazero.checkpoint.hugging_face.families import HEADS, ROWS, FamilyRow, Form, both, row
 
 WORDS, HEAD, LAYERS = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers"
 VOCABULARY = frozenset({WORDS, HEAD})

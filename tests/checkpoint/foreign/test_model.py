@@ -12,8 +12,8 @@ from support import foreign_files as files
 from support.each import each
 from support.foreign_files import VOCABULARY, Megatron
 
-from megazero.checkpoint.families import family_of
 from megazero.checkpoint.foreign.model import find_foreign, read_foreign
+from megazero.checkpoint.hugging_face.families import family_of
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.commands.convert import main
 from megazero.errors import CheckpointError

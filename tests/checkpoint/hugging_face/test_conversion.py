@@ -12,7 +12,7 @@ from support import reference
 from support.checkpoints import run_config, save_checkpoint
 from support.models import small_config
 
-from megazero.checkpoint.huggingface import CONFIG_FILE, WEIGHTS_FILE, export_model, read_model
+from megazero.checkpoint.hugging_face.conversion import CONFIG_FILE, WEIGHTS_FILE, export_model, read_model
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.errors import CheckpointError
 

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megazero.checkpoint.families import FAMILIES, FamilyRow, family_of
-from megazero.checkpoint.imported import ImportedModel, ImportedWeights, full_shapes
-from megazero.checkpoint.merged import without_adapters
+from megazero.checkpoint.hugging_face.families import FAMILIES, FamilyRow, family_of
+from megazero.checkpoint.hugging_face.imported import ImportedModel, ImportedWeights, full_shapes
+from megazero.checkpoint.hugging_face.merged import without_adapters
 from megazero.checkpoint.reader import Checkpoint
 from megazero.config.model import ModelConfig
 from megazero.errors import CheckpointError, Problem, raise_problems

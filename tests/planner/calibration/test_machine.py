@@ -11,10 +11,10 @@ from support.processes import mesh_in_worker, run_ranks
 from megazero.comm.local import LocalCommunicator
 from megazero.errors import ConfigError
 from megazero.parallel.launch import Launch
-from megazero.planner.calibrate import calibrate, measured
+from megazero.planner.calibration.machine import calibrate, measured
+from megazero.planner.calibration.measuring import Effort, GroupStopwatch, Place, kernels_of
 from megazero.planner.hardware import COLLECTIVES, LINKS, read_hardware, to_yaml
 from megazero.planner.machines import hardware_of
-from megazero.planner.measuring import Effort, GroupStopwatch, Place, kernels_of
 
 CPU = torch.device("cpu")
 LEAST = Effort(0.0001, 1, sizes=(16, 32), lengths=(16,), messages=(1 << 10, 1 << 14), nbytes=(1 << 12, 1 << 14))

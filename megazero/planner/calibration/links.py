@@ -14,9 +14,9 @@ from megazero.comm.metered import sent_bytes
 from megazero.comm.startup import make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
+from megazero.planner.calibration.measuring import GroupStopwatch
 from megazero.planner.curves import Curve, constant
 from megazero.planner.hardware import Link
-from megazero.planner.measuring import GroupStopwatch
 
 
 def link_inside(meter: GroupStopwatch) -> Link:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.families import FamilyRow
+from megazero.checkpoint.hugging_face.families import FamilyRow
 from megazero.comm.local import LocalCommunicator
 from megazero.config.model import ModelConfig
 from megazero.errors import Problem

@@ -28,10 +28,10 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.parallel.topology import Topology
-from megazero.planner.calibrate_links import at_once, link_inside, link_to_files, link_to_host, overlap_cost
+from megazero.planner.calibration.links import at_once, link_inside, link_to_files, link_to_host, overlap_cost
+from megazero.planner.calibration.measuring import ON_A_GPU, Effort, GroupStopwatch, Place, kernels_of
 from megazero.planner.curves import Curve, constant
 from megazero.planner.hardware import Hardware, Matrix, to_yaml
-from megazero.planner.measuring import ON_A_GPU, Effort, GroupStopwatch, Place, kernels_of
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 

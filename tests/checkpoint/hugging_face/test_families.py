@@ -15,8 +15,15 @@ from support.models import small_config
 from support.training import shape_of
 from torch import Tensor
 
-from megazero.checkpoint.families import FAMILIES, family_of
-from megazero.checkpoint.huggingface import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, export_model, full_shapes, read_model
+from megazero.checkpoint.hugging_face.conversion import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    export_model,
+    full_shapes,
+    read_model,
+)
+from megazero.checkpoint.hugging_face.families import FAMILIES, family_of
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.config.model import ModelConfig
 from megazero.errors import CheckpointError
