@@ -10,6 +10,7 @@ from support.processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from megazero.comm.mesh import CONTROL_AXES, Mesh, gather_json, gather_json_on_first
+from megazero.comm.startup import second_control
 from megazero.errors import TopologyError
 from megazero.library.adopted import mesh as adopted_mesh
 from megazero.library.adopted.mesh import TwoAxes, adopt, adopt_default, find_groups, is_joined, joined_device
@@ -95,6 +96,26 @@ def test_collectives_over_both_axes() -> None:
         total, largest, mine, sent = found[rank]
         assert (total, largest, sent) == ([15.0], [3.0], [0.0, 1.0, 2.0, 3.0])
         assert mine == [10.0 * 2 * place, 10.0 * (2 * place + 1)]  # 1 + 2 + 3 + 4 times the element
+
+
+def beside_control(rank: int) -> list[list[int]]:
+    """Return who is on the second communicators of a mesh of all ranks, and of two meshes beside each other."""
+    found = []
+    data = group_of(DATA, rank)
+    for foreign in (mpu_of(rank, DATA, TENSOR), SimpleNamespace(get_data_parallel_group=lambda: data)):
+        mesh = adopt(foreign, CPU, scratch())
+        control = second_control(mesh, 1.0)
+        assert (control.rank, control.size) == (mesh.control.rank, mesh.control.size)
+        mesh.meter.reset()
+        found.append(gather_json(control, rank))
+        assert mesh.meter.counts() == {}
+    return found
+
+
+@pytest.mark.gloo
+def test_a_second_control_has_the_ranks_of_the_first() -> None:
+    for rank, found in enumerate(run_ranks(4, beside_control)):
+        assert found == [[0, 2, 1, 3], list(DATA[rank // 2])]
 
 
 def hosts_beside(rank: int) -> tuple[bool, list[int], list[int]]:
