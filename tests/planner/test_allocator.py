@@ -44,13 +44,14 @@ def test_small_tensors_share_a_segment_and_large_ones_another() -> None:
     assert allocator.reserved == 24 * MIB
 
 
-def test_freed_neighbours_are_joined_and_the_smallest_that_fits_is_taken() -> None:
+@each("order", [(0, 1), (1, 0)])
+def test_freed_neighbours_are_joined_and_the_smallest_that_fits_is_taken(order: tuple[int, int]) -> None:
     allocator = CachingAllocator()
     for key, size in enumerate((4, 4, 4, 8)):
         allocator.changed(key, size * MIB)
     assert allocator.reserved == 20 * MIB
-    allocator.changed(0, 0)
-    allocator.changed(1, 0)
+    for key in order:
+        allocator.changed(key, 0)
     allocator.changed(4, 8 * MIB)
     assert allocator.reserved == 20 * MIB, "two freed blocks of 4 MiB are one of 8"
     allocator.changed(2, 0)
