@@ -17,6 +17,7 @@ from megazero.config.presets import ZERO_CONFIGS
 from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.shallow import Measured, measure, with_layers
 from megazero.planner.dry_run import DryJob
+from megazero.planner.hollow import Operators
 from megazero.planner.machines import MACHINES
 from megazero.planner.paper import points, tables
 from megazero.planner.paper.points import PaperRun
@@ -58,12 +59,12 @@ def job_of(point: PaperRun, *settings: str) -> DryJob:
     return DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=True)
 
 
-def zero(point: PaperRun, config: str | None = None) -> Measured:
-    """Return what ZeRO-100B takes: Pos+g with all of ZeRO-R, or a configuration of table 3."""
+def zero(point: PaperRun, config: str | None = None, operators: Operators | None = None) -> Measured:
+    """Return what ZeRO-100B takes: Pos+g and all of ZeRO-R, or a configuration of table 3.  operators: of `measure`."""
     chosen = config or (
         "C4" if point.tp > 1 else "C3"
     )  # there is nothing to cut into slices without tensor parallelism
-    return measure(job_of(point, "--zero-config", chosen), DGX2)
+    return measure(job_of(point, "--zero-config", chosen), DGX2, operators)
 
 
 def baseline(point: PaperRun) -> Measured:
@@ -139,9 +140,14 @@ def figure_4() -> Table:
 
 
 def figure_6() -> Table:
+    operators = Operators()
     rows = [
         PaperFigure(
-            name, largest(points.FIGURE_6, "--zero-config", name), _LARGEST[name], "B parameters", is_measured=True
+            name,
+            largest(points.FIGURE_6, "--zero-config", name, operators=operators),
+            _LARGEST[name],
+            "B parameters",
+            is_measured=True,
         )
         for name in ZERO_CONFIGS
     ]
@@ -151,14 +157,19 @@ def figure_6() -> Table:
 def figure_7() -> Table:
     runs = [(points.FIGURE_7_40B, name) for name in ZERO_CONFIGS]
     runs += [(points.FIGURE_7_100B, name) for name in ("C4", "C5")]
-    rows = [PaperFigure(f"{point.size}, {name}", zero(point, name).cached / GB, None, "GB") for point, name in runs]
+    operators = Operators()
+    found = {f"{point.size}, {name}": zero(point, name, operators).cached / GB for point, name in runs}
+    rows = [PaperFigure(name, gigabytes, None, "GB") for name, gigabytes in found.items()]
     return Table("Figure 7: the most that PyTorch caches in a step", tuple(rows))
 
 
 def figure_8() -> Table:
     runs = [(point, name) for name, point in points.FIGURE_8_60B.items()]
     runs += [(points.FIGURE_8_170B, name) for name in ("C4", "C5")]
-    rows = [_throughput(f"{point.size}, {name}, batch {point.batch}", zero(point, name)) for point, name in runs]
+    operators = Operators()
+    rows = [
+        _throughput(f"{point.size}, {name}, batch {point.batch}", zero(point, name, operators)) for point, name in runs
+    ]
     return Table("Figure 8: throughput (60B on 128 devices, 170B on 400, MP 16)", tuple(rows))
 
 
@@ -173,9 +184,9 @@ def _throughput(name: str, found: Measured, papers: float | None = None, sign: s
     return PaperFigure(name, tflops(found), papers, _TFLOPS, sign, papers is not None, note)
 
 
-def largest(point: PaperRun, *settings: str) -> float:
+def largest(point: PaperRun, *settings: str, operators: Operators | None = None) -> float:
     """Return the billions of parameters of the deepest model of this shape that fits: memory is a line over layers."""
-    deep = measure(job_of(point._replace(layers=_DEEP), *settings), DGX2)
+    deep = measure(job_of(point._replace(layers=_DEEP), *settings), DGX2, operators)
     layers = _SHALLOW + _room([with_layers(deep, _SHALLOW).total, deep.total]) * (_DEEP - _SHALLOW)
     return int(layers) * 12 * point.hidden**2 / 1e9
 

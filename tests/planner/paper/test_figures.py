@@ -7,6 +7,7 @@ import pytest
 from support.each import each
 
 from megazero.planner.advice.shallow import Measured
+from megazero.planner.hollow import Operators
 from megazero.planner.paper import points
 from megazero.planner.paper.figures import DGX2, baseline, figure_6, figure_7, largest, largest_batch, tflops, zero
 from megazero.planner.paper.points import PaperRun
@@ -88,11 +89,12 @@ def test_figure_7_what_is_cached() -> None:
 
 
 def test_figure_8_memory_becomes_throughput() -> None:
-    found: dict[str, Measured] = {name: zero(point, name) for name, point in points.FIGURE_8_60B.items()}
+    operators = Operators()
+    found = {name: zero(point, name, operators) for name, point in points.FIGURE_8_60B.items()}
     rates = {name: tflops(one) for name, one in found.items()}
     assert rates["C1"] < rates["C2"] < rates["C3"] < rates["C4"] and rates["C5"] == pytest.approx(rates["C4"], rel=0.15)
     assert all(one.fits(DGX2) for one in found.values())
-    assert [zero(points.FIGURE_8_170B, name).fits(DGX2) for name in ("C4", "C5")] == [False, True]
+    assert [zero(points.FIGURE_8_170B, name, operators).fits(DGX2) for name in ("C4", "C5")] == [False, True]
 
 
 @each("tp", [4, 16])
