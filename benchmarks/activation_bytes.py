@@ -46,8 +46,8 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import Phase
 from megazero.parallel.topology import Topology
-from megazero.planner.dry_run import dry_tensors
-from megazero.planner.kernels import gpu_kernels
+from megazero.planner.dry.kernels import gpu_kernels
+from megazero.planner.dry.rank import dry_tensors
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 

@@ -30,7 +30,7 @@ from megazero.config.values import RawValue
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
-from megazero.planner.dry_run import dry_tensors
+from megazero.planner.dry.rank import dry_tensors
 from megazero.train.build import build_components, step_context
 from megazero.train.components import RunComponents
 from megazero.train.step import StepControls, training_step

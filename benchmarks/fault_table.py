@@ -43,11 +43,11 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/checkpoint/test_wires.py",),
     ),
     Fault(
-        "planner/dry_homes.py",
+        "planner/dry/homes.py",
         "a backward does not wait for the late update of what it overwrites",
         "        if self._event is not None:\n            self._homes.wait_for(self._event)\n",
         "        if self._event is not None:\n",
-        ("tests/planner/test_dry_run.py",),
+        ("tests/planner/dry/test_rank.py",),
     ),
     Fault(
         "planner/costs.py",
@@ -99,11 +99,11 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/library/test_ledger.py",),
     ),
     Fault(
-        "planner/hollow.py",
+        "planner/dry/hollow.py",
         "what an operator makes of hollow tensors is told apart by their shapes, and not by their strides",
         "return value.dtype, value.is_meta, value.shape, value.stride()",
         "return value.dtype, value.is_meta, value.shape",
-        ("tests/planner/test_hollow.py",),
+        ("tests/planner/dry/test_hollow.py",),
     ),
     Fault(
         "planner/seconds.py",
@@ -775,18 +775,18 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/planner/page/test_pictures.py",),
     ),
     Fault(
-        "planner/allocator.py",
+        "planner/dry/allocator.py",
         "a freed block is not joined with the one behind it",
         "if block.after is not None and block.after.is_free:",
         "if block.after is not None and block.after is block:",
-        ("tests/planner/test_allocator.py",),
+        ("tests/planner/dry/test_allocator.py",),
     ),
     Fault(
-        "planner/allocator.py",
+        "planner/dry/allocator.py",
         "a full device keeps the segments of which nothing is given out",
         "return [block for block in self.blocks.values() if not block.segment.used]",
         "return []",
-        ("tests/planner/test_allocator.py",),
+        ("tests/planner/dry/test_allocator.py",),
     ),
     Fault(
         "planner/advice/shallow.py",
@@ -803,18 +803,18 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/planner/paper/test_figures.py",),
     ),
     Fault(
-        "planner/recorder.py",
+        "planner/dry/recorder.py",
         "a forward pass inside backward counts as backward",
         'in_backward = phase == "backward" or self._action in _BACKWARD',
         'in_backward = phase == "backward"',
         ("tests/planner/test_job_plan.py",),
     ),
     Fault(
-        "planner/dry_run.py",
+        "planner/dry/rank.py",
         "storages on CPUs are rounded up as on a GPU",
         "rounds_to=ROUNDING if job.is_gpu else 1,",
         "rounds_to=ROUNDING,",
-        ("tests/planner/test_dry_run.py",),
+        ("tests/planner/dry/test_rank.py",),
     ),
     Fault(
         "pipeline/exchange.py",

@@ -27,7 +27,7 @@ from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import CATEGORIES, StepMemory
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
-from megazero.planner.dry_run import dry_tensors
+from megazero.planner.dry.rank import dry_tensors
 from megazero.report.history import read_history
 from megazero.report.pictures.chart import CURVES_SIZE, curve_parts
 from megazero.report.pictures.layout_picture import layout_parts

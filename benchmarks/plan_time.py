@@ -40,7 +40,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.planner import measuring
 from megazero.planner.calibration.machine import measured
-from megazero.planner.dry_run import DryJob
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware, read_hardware, to_yaml
 from megazero.planner.job_plan import make_plan
 from megazero.planner.predict import forecast_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megazero.generators import DefaultGenerators
-from megazero.planner.hollow import Hollow
+from megazero.planner.dry.hollow import Hollow
 
 CPU = torch.device("cpu")
 

@@ -103,7 +103,7 @@ def main(words: Sequence[str]) -> int:
     from megazero.planner.compare import compared
     from megazero.planner.compare import lines as side_by_side
     from megazero.planner.decide import choose
-    from megazero.planner.dry_run import DryJob
+    from megazero.planner.dry.rank import DryJob
     from megazero.planner.hops import with_hops
     from megazero.planner.predict import forecast_of
     from megazero.planner.show import lines

@@ -28,9 +28,9 @@ from megazero.config.named import undecided, value_in, with_values
 from megazero.config.run import RunConfig
 from megazero.operating_system import memory_bytes
 from megazero.parallel.launch import Launch
-from megazero.planner.dry_run import DryJob
+from megazero.planner.dry.hollow import Operators
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware
-from megazero.planner.hollow import Operators
 from megazero.planner.hops import with_hops
 from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES

@@ -9,7 +9,7 @@ from megazero.config.engine_sections import ZeroConfig
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import ACROSS, INSIDE, SHARDS, Topology
 from megazero.planner.costs import collective_seconds, group_of
-from megazero.planner.dry_run import DryJob
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware
 from megazero.units import format_bytes
 

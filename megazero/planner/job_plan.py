@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from megazero.comm.mesh import CONTROL
 from megazero.comm.metered import Count
 from megazero.memory.ledger_figures import CATEGORIES
-from megazero.planner.dry_run import DryJob, PartRecord, PlannedJob, RankRecord, differing_ranks, run_rank
+from megazero.planner.dry.hollow import Operators
+from megazero.planner.dry.rank import DryJob, PartRecord, PlannedJob, RankRecord, differing_ranks, run_rank
 from megazero.planner.hardware import Hardware
-from megazero.planner.hollow import Operators
 from megazero.planner.trace import JobTrace, Part
 
 # Collectives whose ranks send to their neighbour alone, as NCCL's do.
@@ -20,7 +20,7 @@ _RINGS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 class Need(NamedTuple):
     """The device memory that a part of a rank needs, in bytes.
 
-    tensors: the most that is alive at once.  segments: what the allocator needs for them (`allocator.py`).
+    tensors: the most that is alive at once.  segments: what the allocator needs for them (`dry/allocator.py`).
     constants: context, workspaces and communicators, as the hardware states them.
     """
 

@@ -1,7 +1,7 @@
 """Plans a user's own module: `megazero.plan` runs one rank of `megazero.initialize` dry, through two steps.
 
 The ranks of a data-parallel job do the same, so the first one stands for all of them.  Tensors are hollow
-(`hollow.py`): neither the module nor what it computes has memory here, whatever their sizes.
+(`dry/hollow.py`): neither the module nor what it computes has memory here, whatever their sizes.
 """
 
 import time
@@ -27,7 +27,7 @@ from megazero.library.partitioned_init.init import Init
 from megazero.parallel.data_axis import data_axis
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
-from megazero.planner.dry_run import DryRank, RankRecord
+from megazero.planner.dry.rank import DryRank, RankRecord
 from megazero.planner.forecast import Forecast
 from megazero.planner.hardware import Hardware
 from megazero.planner.hops import decided_hops

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import megazero
 from megazero.comm.interface import FILE, HOST
 from megazero.memory.ledger_figures import CATEGORIES
-from megazero.planner.dry_run import PartRecord, RankRecord
+from megazero.planner.dry.rank import PartRecord, RankRecord
 from megazero.planner.job_plan import JobPlan, between_nodes, constants, phase_at_peak
 from megazero.planner.trace import Part
 from megazero.units import format_bytes

@@ -23,7 +23,7 @@ from megazero.comm.startup import make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.parallel.topology import Topology
-from megazero.planner.hollow import Hollow
+from megazero.planner.dry.hollow import Hollow
 
 
 class Alive:

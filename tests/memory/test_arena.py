@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megazero.memory.arena import Arena, ArenaBlock
 from megazero.memory.ledger import Ledger
-from megazero.planner.hollow import Hollow
+from megazero.planner.dry.hollow import Hollow
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8]

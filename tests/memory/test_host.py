@@ -26,7 +26,7 @@ from megazero.memory.host import (
 )
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_interface import NullLedger
-from megazero.planner.hollow import Hollow
+from megazero.planner.dry.hollow import Hollow
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from megazero.memory.ledger import Ledger, open_ledger
 from megazero.memory.ledger_figures import CATEGORIES, Category, StepMemory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
-from megazero.planner.hollow import Hollow
+from megazero.planner.dry.hollow import Hollow
 
 CPU = torch.device("cpu")
 F32 = 4

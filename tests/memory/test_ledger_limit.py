@@ -8,7 +8,7 @@ from megazero.errors import MemoryLimitError
 from megazero.memory.ledger import Ledger, open_ledger
 from megazero.memory.ledger_interface import NullLedger
 from megazero.memory.ledger_limit import MIB, MemoryLimit, limit_error
-from megazero.planner.hollow import Hollow
+from megazero.planner.dry.hollow import Hollow
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from megazero.config.model import ModelConfig
 from megazero.model.initial_values import initialize_
 from megazero.parallel.layer_split import chunks_of, cut
 from megazero.parallel.param_spec import named_specs
-from megazero.planner.dry_run import dry_tensors
+from megazero.planner.dry.rank import dry_tensors
 
 VOCAB, DIVISIBLE_BY = 101, 8
 CONV1D = {  # names of a block's layers in transformers and here; transformers' matrices are [in, out]

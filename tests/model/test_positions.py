@@ -8,7 +8,7 @@ from support.models import build_gpt, context, small_config
 
 from megazero.model.positions import Positions, alibi_slopes, rotate, rotation_table
 from megazero.model.sequences import Rotation
-from megazero.planner.hollow import Hollow
+from megazero.planner.dry.hollow import Hollow
 
 CPU = torch.device("cpu")
 

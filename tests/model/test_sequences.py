@@ -18,7 +18,7 @@ from megazero.model.gpt import GPT
 from megazero.model.initial_values import initial_value
 from megazero.model.sequences import Sequences, document_mask
 from megazero.parallel.param_spec import named_specs
-from megazero.planner.hollow import Hollow
+from megazero.planner.dry.hollow import Hollow
 from megazero.tensor_parallel.random import RandomRegions
 
 VOCAB, END, LENGTH = 31, 0, 12

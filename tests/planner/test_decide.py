@@ -12,8 +12,8 @@ from support.each import each
 from megazero.config.named import with_values
 from megazero.parallel.nodes import Nodes
 from megazero.planner.decide import Room, choose, homes, ladder, this_machine, walk
-from megazero.planner.dry_run import DryJob
-from megazero.planner.hollow import Operators
+from megazero.planner.dry.hollow import Operators
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES
 from megazero.planner.predict import forecast_of

@@ -10,7 +10,7 @@ from torch import nn
 import megazero
 from megazero.parallel.nodes import Nodes
 from megazero.planner.curves import constant
-from megazero.planner.dry_run import DryJob
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware, Link
 from megazero.planner.hops import with_hops
 from megazero.planner.job_plan import make_plan

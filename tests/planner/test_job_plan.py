@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megazero.parallel.nodes import Nodes
-from megazero.planner.dry_run import DryJob
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.job_plan import Plan, make_plan, parts_of
 from megazero.planner.machines import MACHINES
 from megazero.planner.show import lines

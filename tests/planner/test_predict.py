@@ -7,7 +7,7 @@ from support.each import each
 
 from megazero.command_line.parse import parse
 from megazero.parallel.nodes import Nodes
-from megazero.planner.dry_run import DryJob
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware, Link
 from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES

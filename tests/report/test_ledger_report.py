@@ -20,7 +20,7 @@ from megazero.memory.ledger_figures import CATEGORIES
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.data_axis import data_axis
 from megazero.parallel.topology import Topology
-from megazero.planner.dry_run import dry_tensors
+from megazero.planner.dry.rank import dry_tensors
 from megazero.report.ledger_report import LedgerReport, ledger_scalars, traffic
 from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step

@@ -23,7 +23,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.data_axis import data_axis
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
-from megazero.planner.dry_run import dry_tensors
+from megazero.planner.dry.rank import dry_tensors
 from megazero.report.timing_report import TimingReport
 from megazero.timers import Timers, Timings, parts_of
 from megazero.train.build import build_components, step_context

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.planner.hollow import Hollow
+from megazero.planner.dry.hollow import Hollow
 from megazero.tensor_parallel.products import Products
 
 SHAPES = ((5, 7, 3), (1, 7, 3), (0, 7, 3), (5, 1, 3), (6, 7, 1), (33, 17, 65))  # n, in, out

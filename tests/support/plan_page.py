@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from typing import NamedTuple
 
 from megazero.parallel.nodes import Nodes
-from megazero.planner.dry_run import DryJob
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES
 from megazero.planner.page.page import PageStory, plan_page

@@ -15,7 +15,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.parallel.nodes import Nodes
-from megazero.planner.dry_run import DryJob, PartRecord, evaluate_once, made_up_batch, run_rank
+from megazero.planner.dry.rank import DryJob, PartRecord, evaluate_once, made_up_batch, run_rank
 from megazero.planner.trace import Part
 from megazero.report.ledger_report import traffic
 from megazero.train.build import build_components, step_context

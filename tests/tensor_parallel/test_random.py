@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.planner.hollow import Hollow
+from megazero.planner.dry.hollow import Hollow
 from megazero.tensor_parallel.random import RandomRegions, region_seed
 
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ from megazero.planner.advice.bounds import Bound, Bounds
 from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, choices, legal
 from megazero.planner.advice.expected import Expectation
 from megazero.planner.advice.shallow import Measured, measure
-from megazero.planner.dry_run import DryJob
+from megazero.planner.dry.hollow import Operators
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware
-from megazero.planner.hollow import Operators
 
 SHOWN = 10
 

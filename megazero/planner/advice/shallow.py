@@ -15,9 +15,9 @@ from megazero.config.run import RunConfig
 from megazero.memory.ledger_figures import CATEGORIES, StepMemory
 from megazero.pipeline.passes import most_in_flight_total
 from megazero.pipeline.schedule import Action, Kind
-from megazero.planner.dry_run import DryJob, RankRecord
+from megazero.planner.dry.hollow import Operators
+from megazero.planner.dry.rank import DryJob, RankRecord
 from megazero.planner.hardware import Hardware
-from megazero.planner.hollow import Operators
 from megazero.planner.job_plan import Plan, constants, make_plan
 from megazero.planner.predict import forecast_of
 from megazero.planner.seconds import StepTime

@@ -2,7 +2,7 @@
 
 Every process of a job measures at the same time, so that what they share (cores, memory, links) is as busy as in
 training; a figure is the slowest process's.  Kernels are torch's own, with the shapes of a transformer's; their bytes
-and operations are counted as in a dry run (`operations.py`), so that a plan costs them by what was measured.  Messages
+and operations are counted as in a dry run (`dry/operations.py`), so that a plan costs them by measures.  Messages
 are those of the project's communicators.  The host's share is a step of a tiny GPT, whose kernels take no time.
 """
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.comm.interface import Communicator
-from megazero.planner.operations import Operations
+from megazero.planner.dry.operations import Operations
 from megazero.planner.trace import Operation
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.planner.compare import ComparedPart
-from megazero.planner.dry_run import RankRecord
+from megazero.planner.dry.rank import RankRecord
 from megazero.planner.forecast import Forecast
 from megazero.planner.job_plan import Plan, between_nodes, constants, phase_at_peak
 from megazero.planner.page import pictures

@@ -10,8 +10,8 @@ from typing import Any
 
 from megazero.config.run import RunConfig
 from megazero.errors import Problem
-from megazero.planner.dry_run import DryJob
-from megazero.planner.hollow import Operators
+from megazero.planner.dry.hollow import Operators
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.job_plan import Plan, between_nodes, make_plan, phase_at_peak
 from megazero.planner.page.controls import CONTROLS, MICRO_BATCH
 from megazero.planner.predict import forecast_of

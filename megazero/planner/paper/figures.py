@@ -16,8 +16,8 @@ from types import MappingProxyType
 from megazero.config.presets import ZERO_CONFIGS
 from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.shallow import Measured, measure, with_layers
-from megazero.planner.dry_run import DryJob
-from megazero.planner.hollow import Operators
+from megazero.planner.dry.hollow import Operators
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.machines import MACHINES
 from megazero.planner.paper import points, tables
 from megazero.planner.paper.points import PaperRun

@@ -3,7 +3,7 @@
 The training is a small one and runs as it is.  It has two batches in flight: the forward of one runs before the
 backward of the one before.  Batches differ in length, so that the activation checkpoints of a batch that has been
 through backward leave holes between those of the other, too small for those of a longer one.  Its device is a model of
-PyTorch's caching allocator with a limit (`planner/allocator.py`), whose segments short-lived activations share with
+PyTorch's caching allocator with a limit (`planner/dry/allocator.py`), whose segments short-lived activations share with
 checkpoints.
 
 With MD checkpoints lie in an arena with room for two batches of middle length, where a longer one fits once the other
@@ -26,8 +26,8 @@ from megazero.memory.address_book import AddressBook
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.parallel.topology import Topology
-from megazero.planner.allocator import ROUNDING, CachingAllocator
-from megazero.planner.dry_run import CPU
+from megazero.planner.dry.allocator import ROUNDING, CachingAllocator
+from megazero.planner.dry.rank import CPU
 from megazero.planner.paper.rows import PaperFigure, Table
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from megazero.config.presets import ZERO_CONFIGS
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.parallel.nodes import Nodes
-from megazero.planner.dry_run import DryJob, RankRecord, run_rank
+from megazero.planner.dry.rank import DryJob, RankRecord, run_rank
 from megazero.planner.paper.rows import PaperFigure, Table
 from megazero.planner.trace import Part
 from megazero.planner.words import read_run

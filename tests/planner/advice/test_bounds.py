@@ -9,7 +9,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bounds, at_best, highest_up_to
 from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, choices, legal, read
 from megazero.planner.curves import Curve
-from megazero.planner.dry_run import DryJob
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES
 from megazero.planner.predict import forecast_of

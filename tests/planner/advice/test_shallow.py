@@ -7,7 +7,7 @@ from support.each import each
 
 from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.shallow import PARTS, depths, measure, micro_batches, with_layers
-from megazero.planner.dry_run import DryJob
+from megazero.planner.dry.rank import DryJob
 from megazero.planner.job_plan import make_plan
 from megazero.planner.machines import MACHINES
 from megazero.planner.predict import forecast_of

@@ -7,7 +7,7 @@ import pytest
 from support.each import each
 
 from megazero.planner.advice.shallow import Measured
-from megazero.planner.hollow import Operators
+from megazero.planner.dry.hollow import Operators
 from megazero.planner.paper import points
 from megazero.planner.paper.figures import DGX2, baseline, figure_6, figure_7, largest, largest_batch, tflops, zero
 from megazero.planner.paper.points import PaperRun

@@ -6,6 +6,7 @@ The recorder is a dispatch mode inside the ledger's (`memory/ledger.py`): both s
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.pipeline.schedule import Action, Kind
 from megazero.pipeline.timeline import Span
-from megazero.planner.operations import Operations
+from megazero.planner.dry.operations import Operations
 from megazero.planner.trace import (
     Begin,
     Channel,
@@ -43,7 +44,7 @@ from megazero.planner.trace import (
 
 _TORCH = torch.__file__.removesuffix("__init__.py")
 _BACKWARD = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-_OWN = (__file__.removesuffix("recorder.py"), sys.modules[Ledger.__module__].__file__ or "")
+_OWN = (str(Path(__file__).parents[1]), sys.modules[Ledger.__module__].__file__ or "")
 
 
 class SourceLine(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 from megazero.memory import file_states
 from megazero.memory.block_file import aligned
 from megazero.memory.homes import StateHome
-from megazero.planner.recorder import Recorder
+from megazero.planner.dry.recorder import Recorder
 from megazero.zero import engine, late_update, update
 
 

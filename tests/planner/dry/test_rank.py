@@ -9,7 +9,7 @@ from support.planned_step import PARTS, differences, dry_figures, job_of
 from support.processes import run_ranks
 
 from megazero.config.optimizers import OPTIMIZERS, RUN_NAMES
-from megazero.planner.dry_run import run_rank
+from megazero.planner.dry.rank import run_rank
 from megazero.planner.trace import Begin, Compute, FileAccess, TraceWait
 
 pytestmark = pytest.mark.gloo

@@ -32,11 +32,11 @@ from megazero.model import initial_values
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.param_spec import StateFragment
 from megazero.parallel.topology import Topology
-from megazero.planner.allocator import ROUNDING, AllocatorModel, CachingAllocator, ExactAllocator
-from megazero.planner.dry_homes import DryHomes
-from megazero.planner.hollow import Hollow, Operators
-from megazero.planner.kernels import kernels
-from megazero.planner.recorder import Recorder, RecordingTrace, SourceLine
+from megazero.planner.dry.allocator import ROUNDING, AllocatorModel, CachingAllocator, ExactAllocator
+from megazero.planner.dry.hollow import Hollow, Operators
+from megazero.planner.dry.homes import DryHomes
+from megazero.planner.dry.kernels import kernels
+from megazero.planner.dry.recorder import Recorder, RecordingTrace, SourceLine
 from megazero.planner.trace import Part, RankTrace
 from megazero.train.build import build_components, step_context
 from megazero.train.components import RunComponents

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazero.errors import UsageError
 from megazero.memory.ledger import Ledger
-from megazero.planner.hollow import FIRST_BYTES, RESERVED_BYTES, Hollow
+from megazero.planner.dry.hollow import FIRST_BYTES, RESERVED_BYTES, Hollow
 
 pytestmark = pytest.mark.pure
 

@@ -9,7 +9,7 @@ from support.each import each
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazero.planner.operations import Operations
+from megazero.planner.dry.operations import Operations
 from megazero.planner.trace import Operation
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from megazero.planner.hollow import tensors_in
+from megazero.planner.dry.hollow import tensors_in
 from megazero.planner.trace import Operand, Operation
 
 # Operators without a kernel beside views: memory that is only taken, resized or named anew, or tensors of others.

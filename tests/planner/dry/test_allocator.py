@@ -4,7 +4,7 @@ import pytest
 from support.each import each
 
 from megazero.errors import MemoryLimitError
-from megazero.planner.allocator import CachingAllocator, ExactAllocator
+from megazero.planner.dry.allocator import CachingAllocator, ExactAllocator
 
 MIB = 1 << 20
 
