@@ -38,7 +38,7 @@ from megazero.errors import UserError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
-from megazero.planner import measuring
+from megazero.planner.calibration import measuring
 from megazero.planner.calibration.machine import measured
 from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware, read_hardware, to_yaml

@@ -36,7 +36,7 @@ from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import CONTROL, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.data.loader import BatchLoader
-from megazero.library import engine as library
+from megazero.library import data_parallel_engine as library
 from megazero.library.module import prepare
 from megazero.library.step import stepping
 from megazero.parallel.launch import Launch
