@@ -148,7 +148,7 @@ def test_the_page_of_imports_trains_on_from_a_checkpoint_of_megatron_lms(place: 
     foreign_files.write_legacy(place / "megatron/checkpoints", foreign_files.gpt2(), tp=2, pp=2)
     first, second = (block for block in blocks() if block.page == "docs/importing.md")
     told = succeed(first.text.replace("--vocab-size 50257", "--vocab-size 90"), place)
-    assert (place / "runs/imported-hf/model.safetensors").exists(), told
+    assert (place / "runs/from-megatron-hf/model.safetensors").exists(), told
     changes = {
         "--data-path corpus_text_document": "--mock-data --eval-iters 1",
         "--train-iters 1000": "--train-iters 2",
