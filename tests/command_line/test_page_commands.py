@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_a_command_parses(page: str, line: str, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return a folder like the project's after the quickstart, with little text and no run."""
     folder = tmp_path_factory.mktemp("place")
     for name in ("tools", "pretrain_gpt.py"):
@@ -98,7 +99,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs/quickstart").mkdir(parents=True)
     pages = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
     (folder / "runs/book.txt").write_text("".join(pages), encoding="utf-8")
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        # The folder's megazero, a few files to read, is no package: without the real one behind it, it would be taken.
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield folder
 
 
 def succeed(commands: str, place: Path, modules: tuple[str, ...] = RUNS) -> str:
