@@ -60,9 +60,10 @@ def test_a_figure_beyond_its_limit_is_named(changes: dict[str, object], expected
 def test_every_limit_is_close_to_the_record() -> None:
     """The committed record is within all limits, and no limit is much above it."""
     systems = json.loads(RECORD.read_text(encoding="utf-8"))["systems"]
-    rows = [line.split(" | ") for line in LATER.read_text(encoding="utf-8").splitlines()]
-    later = {row[0].removeprefix("| "): (int(row[1]), float(row[5])) for row in rows if row[0].startswith("| GPT-2")}
-    assert {case.name for case in CASES} == systems.keys() | later.keys() and len(CASES) == 15 and len(later) == 2
+    rows = [line.strip("| ").split(" | ") for line in LATER.read_text(encoding="utf-8").splitlines()]
+    names = {case.name for case in CASES}
+    later = {row[0]: (int(row[1]), float(row[5])) for row in rows if row[0] in names}
+    assert names == systems.keys() | later.keys() and len(CASES) == 15 and len(later) == 3
     for case in CASES:
         if case.name in later:
             launches, peak = later[case.name]

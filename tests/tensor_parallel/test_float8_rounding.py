@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megazero.tensor_parallel.float8 import E4M3, E5M2
 from megazero.tensor_parallel.float8_rounding import round_by_factor, round_by_maximum
 
-SHAPES = [(1, 1), (16, 16), (48, 80), (64, 128), (130, 272), (3, 1000)]
+SHAPES = [(1, 1), (16, 16), (48, 80), (66, 130), (3, 1000)]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -124,7 +124,7 @@ def as_bytes(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_a_gpu_rounds_as_a_cpu_does(dtype: torch.dtype) -> None:
     """Blocks of any shape, and of rows with gaps between them, have the CPU's bits."""
-    for seed, shape in enumerate([*SHAPES, (1024, 1600), (1000, 4808)]):
+    for seed, shape in enumerate([*SHAPES, (130, 272), (1024, 1600), (1000, 4808)]):
         for x in (drawn(*shape, seed=seed), drawn(shape[0], 2 * shape[1], seed=seed)[:, ::2]):
             factor = torch.tensor(2.0**seed * 1.1)
             pairs = [
