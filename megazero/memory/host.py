@@ -118,6 +118,7 @@ class _PinnedMemory(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address:
+            torch.cuda.synchronize()  # a copy that is under way may still use it
             runtime = cast(Any, torch.cuda).cudart()
             runtime.cudaHostUnregister(self.address)
 
