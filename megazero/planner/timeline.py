@@ -244,9 +244,7 @@ class _Stage:
                 self.host, self._held_by = message.end, kind
             return True
         start = self.device
-        beside = min(start, message.end) - message.start
-        delay = self._overlap_cost * max(beside, 0.0)
-        self.device = max(start + delay, message.end)
+        self.device = max(start + self._delay_beside(message, start), message.end)
         self.times.waits[kind] += self.device - start
         if kind == BETWEEN_STAGES:
             self._entered += self.device - start
@@ -254,6 +252,17 @@ class _Stage:
             self.host = self.device
         self._draw(kind, self._action, message.start, message.end)
         return True
+
+    def _delay_beside(self, message: _Message, until: float) -> float:
+        """Return by how much a message delays what the device has computed beside it, without it `until` then.
+
+        While the message lasts the device computes a share of its work, 1 - `overlap_cost`; the rest is done behind.
+        """
+        beside, whole = min(until, message.end) - message.start, message.end - message.start
+        share = 1.0 - self._overlap_cost
+        if beside <= 0:
+            return 0.0
+        return self._overlap_cost * (whole if beside >= share * whole else beside / share)
 
     def _draw(self, lane: str, name: str, start: float, end: float) -> None:
         if self._spans is None or end <= start:

@@ -70,6 +70,15 @@ def test_what_is_beside_a_message_is_delayed_by_a_part_of_it() -> None:
     assert exposed.end == 4
 
 
+@each(("seconds", "end"), [(1.0, 4), (2.8, 4), (3.0, 4), (3.5, 4.5), (4.0, 5)])
+def test_work_that_is_shorter_than_a_message_goes_on_behind_it(seconds: float, end: float) -> None:
+    """While 4 s of a message last, 3 s of work are done beside it at a cost of a quarter; the rest comes behind."""
+    (found,) = simulate([[Send(0, "dp", 4, "dp"), compute(seconds), Wait(0)]], overlap_cost=0.25)
+    assert found.end == pytest.approx(end)
+    (shared,) = simulate([[Send(0, "dp", 4, "dp"), compute(seconds), Wait(0)]], overlap_cost=1.0)
+    assert shared.end == pytest.approx(4 + seconds)
+
+
 def test_a_host_that_issues_slower_than_the_device_runs() -> None:
     slow_host = merged([(1.0, 3.0, False)] * 4)
     assert slow_host == DeviceWork(4, 12, 13, 0)
