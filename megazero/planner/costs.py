@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Literal, Protocol
 
 from megazero.planner.hardware import Hardware, Link
+from megazero.planner.trace import Order
 
 Algorithm = Literal["ring", "exchange", "hierarchical"]
 
@@ -59,6 +60,8 @@ class Kernel(Protocol):
     def read_bytes(self) -> int: ...
     @property
     def written_bytes(self) -> int: ...
+    @property
+    def order(self) -> Order: ...
 
 
 class Shaped(Protocol):
@@ -99,6 +102,9 @@ def kernel_seconds(hardware: Hardware, kernel: Kernel, *, is_fused: bool = False
         return max(products_seconds(hardware, kernel), bytes_seconds(hardware, "memory", nbytes))
     if is_fused:  # no launch of its own either
         return hardware.fused * bytes_seconds(hardware, kind_of(kernel.name), nbytes)
+    own = hardware.operators.get(kernel.name)
+    if own is not None:
+        return max(nbytes / own.at(nbytes), hardware.kernel_seconds) if nbytes else hardware.kernel_seconds
     return max(bytes_seconds(hardware, kind_of(kernel.name), nbytes), hardware.kernel_seconds)
 
 
@@ -114,11 +120,16 @@ def products_seconds(hardware: Hardware, kernel: Kernel) -> float:
         shape = kernel.inputs[0].shape
         rate = attention_rate(hardware, wanted, length=shape[-2], width=shape[-1])
         return max(kernel.flops / rate, hardware.kernel_seconds)
-    batch = kernel.inputs[-1].shape[0] if kernel.name in _BATCHED else 1
-    size = (kernel.flops / 2 / max(batch, 1)) ** (1 / 3)
-    if batch > 1 and hardware.is_asynchronous:  # a batch fills a device as one product of as much work does
-        size = (kernel.flops / 2) ** (1 / 3)
-    return max(kernel.flops / hardware.matrix[hardware.format_of(wanted)].rates.at(size), hardware.kernel_seconds)
+    # A batch fills a GPU as one product of as much work does.
+    size = product_size(kernel, batch_is_one=hardware.is_asynchronous)
+    rate = hardware.matrix[hardware.format_of(wanted)].at(size, kernel.order)
+    return max(kernel.flops / rate, hardware.kernel_seconds)
+
+
+def product_size(kernel: Kernel, *, batch_is_one: bool = False) -> float:
+    """Return the cube root of m n k of a product, or of each in a batch unless that counts as one."""
+    batch = kernel.inputs[-1].shape[0] if kernel.name in _BATCHED and not batch_is_one else 1
+    return float((kernel.flops / 2 / max(batch, 1)) ** (1 / 3))
 
 
 def attention_rate(hardware: Hardware, wanted: str, *, length: int, width: int) -> float:

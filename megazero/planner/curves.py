@@ -2,10 +2,12 @@
 
 import bisect
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 Point = tuple[float, float]
+Measurement = tuple[float, float, float]  # a size, an amount of work or bytes of that size, and its seconds
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,14 @@ def constant(rate: float) -> Curve:
     return Curve(((1.0, rate),))
 
 
-def by_seconds(measured: Iterable[tuple[float, float, float]]) -> Curve:
-    """Return the curve of measurements (size, amount, seconds), whose rate is amount / seconds, in any order."""
-    found = {size: amount / seconds for size, amount, seconds in measured}
-    return Curve(tuple(sorted(found.items())))
+def pooled(measured: Iterable[Measurement]) -> Curve:
+    """Return the curve of measurements in any order; those whose sizes round to one power of two are one point."""
+    pools: dict[int, list[Measurement]] = defaultdict(list)
+    for each in measured:
+        pools[round(math.log2(each[0]))].append(each)
+    points = []
+    for _, pool in sorted(pools.items()):
+        amount = sum(each for _, each, _ in pool)
+        size = math.exp(sum(math.log(size) * each for size, each, _ in pool) / amount)
+        points.append((size, amount / sum(seconds for _, _, seconds in pool)))
+    return Curve(tuple(points))

@@ -17,7 +17,7 @@ Numbers follow the one grammar of values (`megazero/config/values.py`); what is 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -26,6 +26,7 @@ from megazero.config.values import InvalidValue, Location, as_number, coerce, un
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.parallel.nodes import Nodes
 from megazero.planner.curves import Curve, constant
+from megazero.planner.trace import Order
 
 LinkKind = Literal["inside", "across", "host", "disk"]
 LINKS: Mapping[LinkKind, str] = MappingProxyType(
@@ -55,10 +56,28 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Matrix:
-    """Matrix products in one number format: the peak by which MFU is counted, FLOP/s, and the rates by size."""
+    """Matrix products in one number format: the peak by which MFU is counted, FLOP/s, and the rates by size.
+
+    by_order: the rates where the first factor lies in memory by columns, by `trace.Order`; the same where it has none.
+    """
 
     peak: float
     rates: Curve
+    by_order: Mapping[str, Curve] = field(default_factory=lambda: _NONE)
+
+    @property
+    def curves(self) -> tuple[Curve, ...]:
+        """All its rates."""
+        return (self.rates, *self.by_order.values())
+
+    def at(self, size: float, order: Order = "rows") -> float:
+        """Return the rate of a product by the cube root of m n k, and the order of its first factor in memory."""
+        return self.by_order.get(order, self.rates).at(size)
+
+    def times(self, factor: float) -> "Matrix":
+        """Return the same with every rate multiplied, but for the peak."""
+        by_order = {order: curve.times(factor) for order, curve in self.by_order.items()}
+        return Matrix(self.peak, self.rates.times(factor), by_order)
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,7 @@ class Hardware:
     matrix: by number format.  kernels: bytes/s of the others by `KERNELS`.
     fused: the share of the bytes of element-wise kernels that is left where blocks are compiled.
     links: by `LINKS`.
+    operators: those with rates of their own, by name as `trace.Operation` has it, in bytes/s as their kinds have them.
     overlap_cost: the share of a message's time by which it delays what the device computes beside it: 0 to 1.
     at_once: the devices of a node that can work at full speed at the same time: fewer than there are where processes
     share cores.
@@ -111,6 +131,7 @@ class Hardware:
     host_seconds: float = 0.0
     link_wait_seconds: float = 0.0
     fused: float = 1.0
+    operators: Mapping[str, Curve] = field(default_factory=lambda: _NONE)
     overlap_cost: float = 0.0
     at_once: float = 0.0
     error: float = 0.3
@@ -172,7 +193,7 @@ _SCALARS: Mapping[str, FieldInfo] = by_name(
 )
 _RATE = parameter("rates", "float", None, gt=0)
 _LATENCY = parameter("latency_seconds", "float", None, ge=0, lt=60)
-_SECTIONS = ("matrix", "kernels", "links")
+_SECTIONS = ("matrix", "kernels", "operators", "links")
 
 
 class _Reader:
@@ -235,10 +256,13 @@ class _Reader:
         return constant(1.0)
 
     def matrix(self, at: Location, value: Any) -> Matrix:
-        values = self.mapping(at, value, ("peak", "rates"))
+        values = self.mapping(at, value, ("peak", "rates", "by_order"))
         curve = self.required_rates(at, values)
+        below = at.key("by_order")
+        orders = self.mapping(below, values.get("by_order", {}), get_args(Order))
+        by_order = {order: self.rates(below.key(order), rates) for order, rates in orders.items()}
         peak = parameter("peak", "float", curve.highest, gt=0)
-        return Matrix(self.number(at, peak, values), curve)
+        return Matrix(self.number(at, peak, values), curve, by_order)
 
 
 def _point(pair: Any) -> tuple[float, float]:
@@ -257,9 +281,11 @@ def read_hardware(values: Mapping[str, Any], *, origin: str) -> Hardware:
     """Return the machine that a mapping describes; raise ConfigError with all problems.  origin: its file."""
     reader, top = _Reader(), Location(origin)
     found = reader.mapping(top, values, (*_SCALARS, *_SECTIONS))
+    operators = found.get("operators")
+    named = tuple(map(str, operators)) if isinstance(operators, Mapping) else ("gelu",)
     sections = {
         name: reader.mapping(top.key(name), found.get(name, {}), known)
-        for name, known in zip(_SECTIONS, (FORMATS, tuple(KERNELS), tuple(LINKS)), strict=True)
+        for name, known in zip(_SECTIONS, (FORMATS, tuple(KERNELS), named, tuple(LINKS)), strict=True)
     }
     for name, needed in (("matrix", FORMATS), ("kernels", ("memory",)), ("links", ("inside",))):
         given = found.get(name, {})
@@ -270,13 +296,16 @@ def read_hardware(values: Mapping[str, Any], *, origin: str) -> Hardware:
     scalars = {name: reader.number(top, info, found) for name, info in _SCALARS.items()}
     at = {name: top.key(name) for name in _SECTIONS}
     matrix = {name: reader.matrix(at["matrix"].key(name), value) for name, value in sections["matrix"].items()}
-    kernels = {name: reader.rates(at["kernels"].key(name), value) for name, value in sections["kernels"].items()}
+    kernels, own = (
+        {name: reader.rates(at[section].key(name), value) for name, value in sections[section].items()}
+        for section in ("kernels", "operators")
+    )
     links = {name: reader.link(at["links"].key(name), value) for name, value in sections["links"].items()}
     raise_problems(ConfigError, reader.problems)
     scalars["name"] = scalars["name"] or origin
     scalars["source"] = scalars["source"] or origin
     links = {kind: links.get(kind, links["inside"]) for kind in LINKS}
-    return Hardware(matrix=matrix, kernels=kernels, links=links, **scalars)
+    return Hardware(matrix=matrix, kernels=kernels, operators=own, links=links, **scalars)
 
 
 def to_yaml(hardware: Hardware) -> str:
@@ -289,12 +318,19 @@ def _plain(hardware: Hardware) -> Iterator[tuple[str, Any]]:
     for each in fields(hardware):
         value = getattr(hardware, each.name)
         if each.name == "matrix":
-            value = {name: {"peak": one.peak, "rates": _rates(one.rates)} for name, one in value.items()}
-        elif each.name == "kernels":
+            value = {name: _matrix(one) for name, one in value.items()}
+        elif each.name in ("kernels", "operators"):
             value = {name: _rates(curve) for name, curve in value.items()}
         elif each.name == "links":
             value = {name: _link(link) for name, link in value.items()}
         yield each.name, value
+
+
+def _matrix(matrix: Matrix) -> dict[str, Any]:
+    plain: dict[str, Any] = {"peak": matrix.peak, "rates": _rates(matrix.rates)}
+    if matrix.by_order:
+        plain["by_order"] = {order: _rates(curve) for order, curve in matrix.by_order.items()}
+    return plain
 
 
 def _link(link: Link) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def _host_of(hardware: Hardware) -> Hardware:
     """Return the machine whose kernels run at the rate of one device's share of the host's memory."""
     rate = hardware.kernel_rate("host")
     kernels = {kind: rate for kind in hardware.kernels if kind != "attention"}
-    return replace(hardware, kernels=kernels, kernel_seconds=hardware.host_seconds)
+    return replace(hardware, kernels=kernels, operators={}, kernel_seconds=hardware.host_seconds)
 
 
 def step_time(
@@ -183,8 +183,9 @@ def _at_speed(hardware: Hardware, speed: float) -> Hardware:
         return hardware
     return replace(
         hardware,
-        matrix={name: replace(one, rates=one.rates.times(speed)) for name, one in hardware.matrix.items()},
+        matrix={name: one.times(speed) for name, one in hardware.matrix.items()},
         kernels={kind: curve.times(speed) for kind, curve in hardware.kernels.items()},
+        operators={name: curve.times(speed) for name, curve in hardware.operators.items()},
         host_seconds=hardware.host_seconds / speed,
     )
 

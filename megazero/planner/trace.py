@@ -36,6 +36,7 @@ from typing import Literal
 Part = Literal["start-up", "first step", "steady step", "evaluation", "save"]
 # "recompute" is a forward pass inside backward; "" is what belongs to no phase of a step.
 Phase = Literal["", "forward", "recompute", "backward", "reduce", "update"]
+Order = Literal["rows", "columns", "far columns"]
 Home = Literal["device", "host", "beside"]
 Waiter = Literal["device", "host"]
 
@@ -58,6 +59,8 @@ class Operation:
     inputs: its tensors, in the order of its arguments.  outputs: of its results.
     flops: multiplications and additions of matrix products and of attention, counted apart (an [m, k] by [k, n]
     product has 2 m k n); 0 for every other kernel.  math: the format in which those are multiplied.
+    order: how the first factor of a product of two matrices lies in memory: "columns", as in a weight gradient, "far
+    columns" where two neighbours of a row are 16 KiB apart or more; "rows" in all other kernels.
     read_bytes, written_bytes: what the kernel must move at the least, each tensor once; a tensor that is changed in
     place counts in both, and of a table only the rows that are looked up count.
     """
@@ -69,6 +72,7 @@ class Operation:
     math: str
     read_bytes: int
     written_bytes: int
+    order: Order = "rows"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Tests the seconds of kernels and messages against formulas by hand, and that they grow as they must."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -73,6 +74,17 @@ def test_a_large_product_takes_its_flops_at_the_rate_of_its_size() -> None:
     size = 100 * 10**0.5
     m = round(size)
     assert kernel_seconds(machine(kernel_seconds=0.0), product(m, m, m)) == pytest.approx(2 * m**3 / between, rel=0.01)
+
+
+def test_a_product_by_columns_and_an_operator_may_have_rates_of_their_own() -> None:
+    matrix = {"bf16": Matrix(100e12, constant(80e12), {"columns": constant(20e12)})}
+    own = machine(matrix=matrix, operators={"gelu": constant(1e11)})
+    by_rows = product(2000, 2000, 2000)
+    assert kernel_seconds(own, by_rows) == pytest.approx(2 * 2000**3 / 80e12)
+    assert kernel_seconds(own, replace(by_rows, order="columns")) == pytest.approx(2 * 2000**3 / 20e12)
+    assert kernel_seconds(own, elementwise(10**9, "gelu")) == pytest.approx(1e-2)
+    assert kernel_seconds(own, elementwise(10**9, "exp")) == pytest.approx(2e-3)
+    assert kernel_seconds(own, elementwise(1000, "gelu")) == 3 * US  # the shortest kernel
 
 
 def test_a_product_with_few_flops_a_byte_takes_its_bytes() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.planner.curves import Curve, by_seconds, constant
+from megazero.planner.curves import Curve, constant, pooled
 
 _POINTS = st.lists(
     st.tuples(st.floats(1, 1e9), st.floats(1e-3, 1e15)), min_size=1, max_size=6, unique_by=lambda point: point[0]
@@ -26,8 +26,11 @@ def test_beyond_the_ends_a_rate_stays_and_at_a_point_it_is_the_point_s() -> None
     assert constant(3.0).at(1e-9) == constant(3.0).at(1e9) == 3.0
 
 
-def test_a_curve_of_measurements_has_amounts_by_second() -> None:
-    assert by_seconds([(200, 200, 0.5), (100, 100, 1.0)]) == Curve(((100, 100.0), (200, 400.0)))
+def test_measurements_of_about_one_size_are_one_point_in_any_order() -> None:
+    far, (size, rate) = pooled([(110, 300, 1.0), (16, 50, 0.5), (100, 100, 1.0)]).points
+    assert far == pytest.approx((16, 100))
+    assert rate == 200
+    assert 105 < size < 110  # nearer to the size of which more was measured
 
 
 @given(_POINTS, st.floats(1e-3, 1e12))

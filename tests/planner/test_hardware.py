@@ -53,6 +53,16 @@ def test_measured_collectives_are_written_and_read() -> None:
     assert read_hardware(yaml.safe_load(to_yaml(found)), origin="mine.yaml") == found
 
 
+def test_rates_by_order_and_of_single_operators_are_written_and_read() -> None:
+    matrix = {"fp32": {"peak": 1e12, "rates": 9e11, "by_order": {"columns": [[8, 1e11], [64, 2e11]]}}}
+    found = described(matrix=matrix, operators={"gelu": [[1, 1e8], [100, 1e9]]})
+    assert found.matrix["fp32"].at(8, "columns") == 1e11
+    assert found.matrix["fp32"].at(8, "far columns") == found.matrix["fp32"].at(8) == 9e11
+    assert found.matrix["fp32"].times(2.0).at(64, "columns") == 4e11
+    assert found.operators == {"gelu": Curve(((1, 1e8), (100, 1e9)))}
+    assert read_hardware(yaml.safe_load(to_yaml(found)), origin="mine.yaml") == found
+
+
 @each(
     ("changes", "given", "rule"),
     [
@@ -61,6 +71,12 @@ def test_measured_collectives_are_written_and_read() -> None:
         ({"devices_per_node": 0}, "mine.yaml: devices_per_node: 0", "at least 1"),
         ({"devices_per_node": 2.5}, "mine.yaml: devices_per_node: 2.5", "a whole number"),
         ({"memory_bytes": "many"}, 'mine.yaml: memory_bytes: "many"', "a whole number"),
+        ({"operators": {"gelu": 0}}, "mine.yaml: operators.gelu: 0", "rates are one number above 0"),
+        (
+            {"matrix": {"bf16": {"rates": 1e12, "by_order": {"diagonals": 1}}}},
+            "mine.yaml: matrix.bf16.by_order.diagonals: 1",
+            "there is no key of this name",
+        ),
         ({"watts": -1}, "mine.yaml: watts: -1", "at least 0"),
         ({"fused": 0}, "mine.yaml: fused: 0", "greater than 0"),
         ({"error": float("nan")}, "mine.yaml: error", "finite"),

@@ -106,7 +106,7 @@ def _with_links(search: Search, best: Found) -> Iterator[Gain]:
         link = hardware.links[kind]
         faster = replace(link, rates=link.rates.times(_FASTER))
         changed[f"links {title} twice as fast"] = replace(hardware, links={**hardware.links, kind: faster})
-    matrix = {name: replace(one, rates=one.rates.times(_FASTER)) for name, one in hardware.matrix.items()}
+    matrix = {name: one.times(_FASTER) for name, one in hardware.matrix.items()}
     changed["matrix products twice as fast"] = replace(hardware, matrix=matrix)
     for name, machine in changed.items():
         seconds = best.measured.seconds_on(machine)

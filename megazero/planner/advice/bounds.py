@@ -221,13 +221,13 @@ class Bounds:
         def product(width: int, rows: int) -> float:
             """Return the seconds of [tokens, width] by [width, rows] / slices, which may be cut further."""
             flops = 2 * tokens * width * rows / slices
-            rates = [highest_up_to(hardware.matrix[name].rates, (flops / 2) ** (1 / 3)) for name in formats]
-            return flops / max(rates) / speed
+            curves = [curve for name in formats for curve in hardware.matrix[name].curves]
+            return flops / max(highest_up_to(curve, (flops / 2) ** (1 / 3)) for curve in curves) / speed
 
         products = sum(product(hidden, width) for width in (heads + pairs, (1 + model.swiglu) * inner, heads, inner))
         fused = hardware.is_asynchronous and config.training.attention_backend != "unfused"
         masked = model.position_embedding_type == "alibi" or config.data.reset_attention_mask
-        rate = max(hardware.matrix[name].rates.highest for name in formats)
+        rate = max(curve.highest for name in formats for curve in hardware.matrix[name].curves)
         if "attention" in hardware.kernels:
             rate = max(rate, hardware.kernels["attention"].highest)
         if fused and not masked:
@@ -256,7 +256,8 @@ class Bounds:
         # Master weights and moments are read and written, and the gradient is read.
         moved = owned * (2 * plan.optimizer.itemsize + plan.gradient.itemsize)
         moved += 2 * shape.moment_bytes(owned, plan.optimizer.itemsize)
-        rates = [curve.highest for kind, curve in best.kernels.items() if kind != "attention"]
+        curves = {**best.operators, **best.kernels}
+        rates = [curve.highest for kind, curve in curves.items() if kind != "attention"]
         at_home = plan.optimizer.home is Home.DEVICE or not best.is_asynchronous
         behind = moved / (max(rates) if at_home else best.kernel_rate("host").highest) / max(best.speed(1), 1.0)
         leased = plan.gradient.lifetime is Lifetime.LEASED

@@ -15,6 +15,7 @@ from megazero.comm.startup import make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 from megazero.planner.calibration.measuring import GroupStopwatch
+from megazero.planner.calibration.training import SmallTraining, messages_in_training
 from megazero.planner.curves import Curve, constant
 from megazero.planner.hardware import Link
 
@@ -28,6 +29,11 @@ def link_inside(meter: GroupStopwatch) -> Link:
         mesh = make_mesh(Topology(dp=size, tp=place.size // size), place.rank, place.device, scratch)
         for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"):
             found.setdefault(kind, {})[size] = _collective(meter, mesh.axis("dp"), kind)
+        if place.device.type == "cpu":
+            for kind, curve in messages_in_training(meter, size).items():
+                longer = found[kind][size].points
+                points = (*curve.points, *(point for point in longer if point[0] > 2 * curve.points[-1][0]))
+                found[kind][size] = Curve(points)
         if size == 2:
             found["send"] = {2: _collective(meter, mesh.axis("dp"), "send")}
     if not found:
@@ -126,9 +132,10 @@ def overlap_cost(meter: GroupStopwatch) -> float:
 
 
 def at_once(meter: GroupStopwatch) -> float:
-    """Measure how many devices work at full speed at the same time: how much faster one is alone."""
+    """Measure how many devices work at full speed at the same time: how much faster a training step is alone."""
     if meter.place.device.type == "cuda" or meter.place.size == 1:
         return float(meter.place.size)
-    work = _work(meter)
-    share = meter.seconds(work, alone=True) / meter.seconds(work)
+    training = SmallTraining(meter.place, meter.effort.models[len(meter.effort.models) // 2])
+    share = meter.seconds(training.step, alone=True) / meter.seconds(training.step)
+    training.close()
     return round(min(max(share, 1 / meter.place.size), 1.0) * meter.place.size, 2)

@@ -1,9 +1,10 @@
 """Measures the machine that it runs on, as `hardware.py` describes one.
 
 Every process of a job measures at the same time, so that what they share (cores, memory, links) is as busy as in
-training; a figure is the slowest process's.  Kernels are torch's own, with the shapes of a transformer's; their bytes
-and operations are counted as in a dry run (`dry/operations.py`), so that a plan costs them by measures.  Messages
-are those of the project's communicators.  The host's share is a step of a tiny GPT, whose kernels take no time.
+training.  On a CPU kernels, messages and the host's share are those of training steps (`training.py`).  On a GPU
+kernels are torch's own, repeated, with the shapes of a transformer's, a figure is the slowest process's, messages are
+those of the project's communicators, and the host's share is a step of a tiny GPT, whose kernels take no time.  Bytes
+and operations are counted as in a dry run (`dry/operations.py`), so that a plan costs them by measures.
 """
 
 import os
@@ -17,11 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.comm.startup import choose_device, destroy_process_groups, join, make_mesh
-from megazero.config.run import RunConfig
-from megazero.config.validate import validate
-from megazero.config.values import RawValue
 from megazero.console import Console
-from megazero.data.loader import MicroBatch, StepBatch
 from megazero.errors import ConfigError, Problem
 from megazero.files import cannot_write, written_aside
 from megazero.memory.fused_buffers import FusedBuffers
@@ -29,13 +26,13 @@ from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.parallel.topology import Topology
 from megazero.planner.calibration.links import at_once, link_inside, link_to_files, link_to_host, overlap_cost
-from megazero.planner.calibration.measuring import ON_A_GPU, Effort, GroupStopwatch, Place, kernels_of
+from megazero.planner.calibration.measuring import ON_A_GPU, Effort, GroupStopwatch, Place, SmallModel, kernels_of
+from megazero.planner.calibration.training import SmallTraining, kernels_in_training
 from megazero.planner.curves import Curve, constant
 from megazero.planner.hardware import Hardware, Matrix, to_yaml
-from megazero.train.build import build_components, step_context
-from megazero.train.step import StepControls, training_step
 
 Report = Callable[[str], None]
+_TINY = SmallModel(16, 2, 16, 1, 64, layers=4)  # whose kernels take no time: what is left of its step is the host's
 
 
 def calibrate(
@@ -78,16 +75,19 @@ def measured(place: Place, effort: Effort, *, name: str, report: Report) -> Hard
     torch.manual_seed(0)
     report(f"measuring on {place.size} {device.type} processes at once: matrix products")
     formats = _formats(device)
+    kernels: Mapping[str, Curve]
+    operators: Mapping[str, Curve] = {}
     matrix = {short: _matrix(meter, dtype) for short, dtype in formats.items()}
     report("other kernels")
-    kernels = {kind: _kernels(meter, build) for kind, build in _BUILDERS.items()}
-    kernels["attention"] = _attention(meter, next(iter(formats.values())))
     if device.type == "cuda":
-        kernels["host"] = constant(_host_rate(meter))
-    report("the host's share")
-    tiny = torch.zeros(1, device=device)
-    kernel_seconds = meter.seconds(lambda: tiny.add_(1)) if device.type == "cuda" else 0.0
-    host_seconds = _host_seconds(meter)
+        kernels = {**repeated_kernels(meter, next(iter(formats.values()))), "host": constant(_host_rate(meter))}
+        tiny = torch.zeros(1, device=device)
+        kernel_seconds, host_seconds = meter.seconds(lambda: tiny.add_(1)), host_seconds_of_a_tiny_step(meter)
+    else:
+        training = kernels_in_training(meter)
+        matrix["fp32"] = Matrix(matrix["fp32"].peak, training.products, training.by_order)
+        kernels, operators = training.kernels, training.operators
+        kernel_seconds, host_seconds = 0.0, training.host_seconds
     report("messages")
     inside = link_inside(meter)
     return Hardware(
@@ -102,6 +102,7 @@ def measured(place: Place, effort: Effort, *, name: str, report: Report) -> Hard
         links={"inside": inside, "across": inside, "host": link_to_host(meter), "disk": link_to_files(meter)},
         kernel_seconds=kernel_seconds,
         host_seconds=host_seconds,
+        operators=operators,
         overlap_cost=overlap_cost(meter),
         at_once=at_once(meter),
         error=meter.effort.error,
@@ -199,6 +200,12 @@ _BUILDERS: Mapping[str, Build] = MappingProxyType(
 )
 
 
+def repeated_kernels(meter: GroupStopwatch, dtype: torch.dtype) -> dict[str, Curve]:
+    """Measure kernels by kind, each over and over: on a GPU the host runs ahead, so none can be timed in a step."""
+    found = {kind: _kernels(meter, build) for kind, build in _BUILDERS.items()}
+    return {**found, "attention": _attention(meter, dtype)}
+
+
 def _kernels(meter: GroupStopwatch, build: Build) -> Curve:
     """Measure bytes/s of kernels by the bytes that each of them moves."""
     points = []
@@ -235,34 +242,13 @@ def _host_rate(meter: GroupStopwatch) -> float:
     return total / meter.seconds(run)
 
 
-def tiny_run() -> RunConfig:
-    """Return a run whose kernels take no time: what is left of its step is the host's."""
-    given: dict[str, Any] = {
-        **{"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64},
-        **{"micro_batch_size": 1, "global_batch_size": 1, "precision": "fp32", "train_iters": 10, "lr": 1e-4},
-        **{"mock_data": True, "compile": "off", "zero_stage": 1, "eval_iters": 0},
-    }
-    outcome = validate({name: RawValue(name, value, name) for name, value in given.items()})
-    assert outcome.config is not None, outcome.problems
-    return outcome.config
-
-
-def _host_seconds(meter: GroupStopwatch) -> float:
+def host_seconds_of_a_tiny_step(meter: GroupStopwatch) -> float:
     """Measure what a kernel costs beside its own time: a tiny step's seconds by the number of its kernels."""
-    config, device = tiny_run(), meter.place.device
-    buffers = FusedBuffers(0, device)
-    core = build_components(config, make_mesh(Topology(), 0, device, buffers), buffers, vocab_size=64)
-    context = step_context(config, core)
-    tokens = torch.zeros(1, config.model.seq_length, dtype=torch.int64)
-    batch = StepBatch(0, [MicroBatch(0, tokens, tokens, None)])
-
-    def step() -> None:
-        training_step(context, batch, StepControls(lr=1e-4, loss_scale=1.0))
-
-    step()
-    number = len(kernels_of(step))
-    seconds = meter.seconds(step) / number
-    core.engine.close()
+    training = SmallTraining(meter.place, _TINY)
+    training.step()
+    number = len(kernels_of(training.step))
+    seconds = meter.seconds(training.step) / number
+    training.close()
     return seconds
 
 

@@ -1,7 +1,7 @@
 """Measures functions on all processes of a job at once, and counts the kernels that they run."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,18 @@ from megazero.planner.dry.operations import Operations
 from megazero.planner.trace import Operation
 
 
+class SmallModel(NamedTuple):
+    """A model that is trained for a few steps: its sizes, the samples of a micro-batch, their tokens, its dropout."""
+
+    hidden: int
+    heads: int
+    length: int
+    micro_batch: int
+    vocabulary: int
+    layers: int = 2
+    dropout: float = 0.0
+
+
 @dataclass(frozen=True)
 class Effort:
     """The repetitions and sizes of measurements.
@@ -22,6 +34,7 @@ class Effort:
     seconds: of one repetition at the least.  repetitions: of each measurement.
     sizes: cube roots of m n k of products.  lengths: tokens of a sequence of attention.  nbytes: of what other kernels
     move.  messages: bytes of messages; the last one is the size of copies and files too.
+    models: those whose training steps are timed on a CPU, the smallest first.
     error: of predictions from these figures, relative.
     """
 
@@ -31,6 +44,18 @@ class Effort:
     lengths: tuple[int, ...] = (16, 64, 256, 1024)
     messages: tuple[int, ...] = tuple(1 << n for n in range(10, 27, 2))
     nbytes: tuple[int, ...] = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+    models: tuple[SmallModel, ...] = (
+        SmallModel(64, 2, 32, 1, 512, layers=4),
+        SmallModel(128, 4, 64, 1, 4096),
+        SmallModel(128, 4, 256, 2, 16384),
+        SmallModel(128, 2, 128, 1, 512, dropout=0.1),
+        SmallModel(256, 8, 64, 1, 16384),
+        SmallModel(256, 4, 128, 4, 4096),
+        SmallModel(256, 8, 256, 2, 512, dropout=0.1),
+        SmallModel(512, 8, 64, 1, 4096),
+        SmallModel(512, 8, 256, 2, 512),
+        SmallModel(768, 12, 128, 4, 4096, layers=1),
+    )
     error: float = 0.15
 
     def coarse(self) -> "Effort":
@@ -43,6 +68,7 @@ class Effort:
             lengths=self.lengths[::3],
             messages=self.messages[::3],
             nbytes=self.nbytes[::3],
+            models=self.models[::5],
             error=2 * self.error,
         )
 
@@ -108,6 +134,17 @@ class GroupStopwatch:
         times = self._calls(run, is_on=is_on)
         found = [self._once(run, times, is_on=is_on) for _ in range(self.effort.repetitions)]
         return self._slowest(sorted(found)[len(found) // 4] if is_on else 0.0)
+
+    def times(self, run: Callable[[], object]) -> list[float]:
+        """Return the seconds of single calls on this process, each of which all processes begin together."""
+        return [self._once(run, 1, is_on=True) for _ in range(self.effort.repetitions)]
+
+    def average(self, figures: Sequence[float]) -> list[float]:
+        """Return the processes' averages of figures."""
+        values = torch.tensor(figures, dtype=torch.float64, device=self.place.device)
+        self.place.world.all_reduce_scalars(values).wait()
+        averages: list[float] = (values / self.place.size).tolist()
+        return averages
 
     def _calls(self, run: Callable[[], object], *, is_on: bool) -> int:
         """Return the number of calls that take the least seconds of a repetition, the same on all processes."""

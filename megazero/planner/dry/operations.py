@@ -1,6 +1,7 @@
 """The cost of an operator call: a kernel with its floating-point operations and bytes, or nothing at all."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from megazero.planner.dry.hollow import tensors_in
-from megazero.planner.trace import Operand, Operation
+from megazero.planner.trace import Operand, Operation, Order
 
 # Operators without a kernel beside views: memory that is only taken, resized or named anew, or tensors of others.
 _NO_KERNEL = frozenset(
@@ -37,6 +38,9 @@ _NO_KERNEL = frozenset(
 # Operators that read of their first tensor only what the others select, and those that write only there.
 _LOOKED_UP = frozenset(["embedding", "index", "index_select", "gather"])
 _WRITTEN_IN_PLACES = frozenset(["index_add_", "index_put_", "index_copy_", "scatter_", "scatter_add_"])
+# Products of two matrices, and the place of the first of them among the operator's tensors.
+_FIRST_FACTORS = MappingProxyType({"mm": 0, "_linear_pointwise": 0, "addmm": 1, "addmm_": 1})
+_FAR_BYTES = 1 << 14  # between columns of which a cache of a few thousand lines, in sets, retains few
 # Operators that overwrite what they change, without reading it.
 _OVERWRITING = frozenset(
     ["copy_", "zero_", "fill_", "masked_fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"]
@@ -44,13 +48,17 @@ _OVERWRITING = frozenset(
 
 
 class _Kind(NamedTuple):
-    """The part of an operator's schema that costs depend on: whether it only makes views, and what it writes to."""
+    """The part of an operator's schema that costs depend on: whether it only makes views, and what it writes to.
+
+    first_factor: the place of the first factor of a product of two matrices among its tensors; None for all others.
+    """
 
     name: str
     has_kernel: bool
     written: frozenset[str]
     outs: frozenset[str]
     arguments: tuple[str, ...]
+    first_factor: int | None
 
 
 class Operations:
@@ -71,10 +79,12 @@ class Operations:
         if not inputs and not outputs:
             return None
         sizes = tuple((tensor.shape, tensor.dtype) for tensor in (*inputs, *outputs))
-        key = (func, len(inputs), sizes)
+        order = "rows" if kind.first_factor is None else _order(inputs[kind.first_factor])
+        key = (func, len(inputs), sizes, order)
         operation = self._known.get(key)
         if operation is None:
-            operation = self._known[key] = _operation(kind, func, args, kwargs, result, inputs, outputs)
+            operation = _operation(kind, func, args, kwargs, result, inputs, outputs)
+            operation = self._known[key] = replace(operation, order=order)
         return operation, inputs
 
 
@@ -86,7 +96,15 @@ def _kind(func: Any) -> _Kind:
     aliases = any(r.alias_info is not None for r in schema.returns)
     is_view = aliases and not written
     arguments = tuple(a.name for a in schema.arguments)
-    return _Kind(name, not is_view and name not in _NO_KERNEL, written, outs, arguments)
+    has_kernel = not is_view and name not in _NO_KERNEL
+    return _Kind(name, has_kernel, written, outs, arguments, _FIRST_FACTORS.get(name))
+
+
+def _order(matrix: Tensor) -> Order:
+    *_, rows, columns = matrix.stride()
+    if not rows == 1 < columns:
+        return "rows"
+    return "far columns" if columns * matrix.element_size() >= _FAR_BYTES else "columns"
 
 
 def _operation(

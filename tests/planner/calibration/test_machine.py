@@ -11,13 +11,20 @@ from support.processes import mesh_in_worker, run_ranks
 from megazero.comm.local import LocalCommunicator
 from megazero.errors import ConfigError
 from megazero.parallel.launch import Launch
-from megazero.planner.calibration.machine import calibrate, measured
-from megazero.planner.calibration.measuring import Effort, GroupStopwatch, Place, kernels_of
+from megazero.planner.calibration.machine import calibrate, host_seconds_of_a_tiny_step, measured, repeated_kernels
+from megazero.planner.calibration.measuring import Effort, GroupStopwatch, Place, SmallModel, kernels_of
 from megazero.planner.hardware import COLLECTIVES, LINKS, read_hardware, to_yaml
 from megazero.planner.machines import hardware_of
 
 CPU = torch.device("cpu")
-LEAST = Effort(0.0001, 1, sizes=(16, 32), lengths=(16,), messages=(1 << 10, 1 << 14), nbytes=(1 << 12, 1 << 14))
+LEAST = Effort(
+    *(0.0001, 1),
+    sizes=(16, 32),
+    lengths=(16,),
+    messages=(1 << 10, 1 << 14),
+    nbytes=(1 << 12, 1 << 14),
+    models=(SmallModel(32, 2, 16, 1, 64),),
+)
 
 
 def described(rank: int) -> str:
@@ -32,6 +39,8 @@ def test_two_processes_find_one_machine() -> None:
     found = read_hardware(yaml.safe_load(first), origin="here")
     assert (found.device, found.devices_per_node) == ("cpu", 2)
     assert found.matrix.keys() == {"fp32", "fp64", "bf16"}
+    assert found.matrix["fp32"].by_order.keys() == {"columns"}
+    assert "gelu" in found.operators
     assert {"memory", "functions", "norms", "reductions", "optimizer", "attention"} == found.kernels.keys()
     assert found.links.keys() == LINKS.keys()
     assert found.links["inside"].collectives.keys() == set(COLLECTIVES)
@@ -70,6 +79,14 @@ def test_kernels_are_counted_as_in_a_dry_run() -> None:
     (product, total) = kernels_of(lambda: torch.mm(x, weight.t()).sum())
     assert (product.name, product.flops, product.math) == ("mm", 2 * 3 * 5 * 7, "float32")
     assert (total.name, total.flops, total.read_bytes, total.written_bytes) == ("sum", 0, 4 * 21, 4)
+
+
+def test_repeated_kernels_have_a_rate_by_kind_and_a_tiny_step_has_a_host() -> None:
+    meter = GroupStopwatch(Place(0, 1, CPU, LocalCommunicator()), LEAST)
+    found = repeated_kernels(meter, torch.float32)
+    assert {"memory", "functions", "norms", "reductions", "optimizer", "attention"} == found.keys()
+    assert [len(found[kind].points) for kind in ("memory", "attention")] == [2, 1]
+    assert 0 < host_seconds_of_a_tiny_step(meter) < 0.01
 
 
 def slow_second(rank: int) -> tuple[float, float]:

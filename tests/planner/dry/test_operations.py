@@ -67,6 +67,19 @@ def test_views_and_empty_memory_are_no_kernels(call: Callable[[], Tensor]) -> No
     assert kernels(call) == []
 
 
+def test_the_order_of_a_products_first_factor() -> None:
+    x, wide = torch.zeros(4, 3), torch.zeros(3, 1 << 12)
+    calls = [lambda: x @ A, lambda: x.t() @ x, lambda: torch.addmm(A, A.t()[:3, :3], A), lambda: wide[:, 5:9].t() @ A]
+    assert [kernels(call)[-1].order for call in calls] == ["rows", "columns", "columns", "far columns"]
+    recorded = Operations()
+    by_rows, by_columns = (
+        recorded.of_call(torch.ops.aten.mm.default, (first, A), {}, A) for first in (torch.zeros(3, 3), B.t()[:3, :3])
+    )
+    assert by_rows is not None
+    assert by_columns is not None
+    assert (by_rows[0].order, by_columns[0].order) == ("rows", "columns")
+
+
 def test_equal_kernels_are_one_object() -> None:
     def twice() -> None:
         for _ in range(2):

@@ -1,0 +1,266 @@
+"""Measures kernels, the host and messages where they occur: in real training steps of small models, on CPUs.
+
+A kernel that is repeated finds its operands in the caches and its result's memory mapped; a message that is repeated
+finds every thread of every rank awake.  In training the caches hold what other kernels have touched, and ranks come to
+a message at different moments, from computing.  A CPU runs its kernels while the host waits, so each can be timed in
+its place.  All processes train at once, each a model of its own where kernels are timed, so that nothing is sent.
+"""
+
+import itertools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero.comm.faults.flight_record import Begun
+from megazero.comm.interface import Collective, Communicator, Work
+from megazero.comm.links import Links
+from megazero.comm.metered import Meter, sent_bytes
+from megazero.comm.startup import make_mesh
+from megazero.config.run import RunConfig
+from megazero.config.validate import validate
+from megazero.config.values import RawValue
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.topology import Topology
+from megazero.planner.calibration.measuring import GroupStopwatch, Place, SmallModel
+from megazero.planner.costs import kind_of, product_size
+from megazero.planner.curves import Curve, Measurement, pooled
+from megazero.planner.dry.operations import Operations
+from megazero.planner.trace import Operation
+from megazero.train.build import build_components, step_context
+from megazero.train.step import StepControls, training_step
+
+_WARM_UP = 2  # steps, the first of which makes moments and buffers
+_MICRO_BATCHES = 2  # the first writes gradients, the others add to them
+_AT_ONCE = 1e-4  # seconds between the start of a message and the wait for it, in which nothing is computed
+_LEAST_SHARE = 0.001  # of all kernels' seconds, from which on an operator has rates of its own
+
+
+class InTraining(NamedTuple):
+    """The rates of kernels in training steps, as `Hardware` has them, and the host's seconds for a kernel."""
+
+    products: Curve
+    by_order: Mapping[str, Curve]
+    kernels: Mapping[str, Curve]
+    operators: Mapping[str, Curve]
+    host_seconds: float
+
+
+class _Timed(TorchDispatchMode):
+    """A dispatch mode that notes the kernels of operator calls, and the seconds of each, step by step."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self._steps: list[dict[Operation, list[float]]] = []
+        self._operations = Operations()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled in these steps, and torch's guard takes longer than what is noted."""
+        return False
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._steps.append(defaultdict(list))
+
+    def calls(self) -> list[tuple[Operation, int, float]]:
+        """Return each kernel, the number of its calls in a step, and their seconds in the faster half of the steps."""
+        steps = sorted(self._steps, key=lambda step: sum(map(sum, step.values())))[: _half(len(self._steps))]
+        return [
+            (operation, len(times), statistics.mean(sum(step[operation]) for step in steps))
+            for operation, times in self._steps[-1].items()
+        ]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        seconds = time.perf_counter() - start
+        call = self._operations.of_call(func, args, kwargs or {}, result)
+        if call is not None:
+            self._steps[-1][call[0]].append(seconds)
+        return result
+
+
+def _half(number: int) -> int:
+    return (number + 1) // 2
+
+
+class _Taken(NamedTuple):
+    """A message that a rank has waited for: the seconds from its start to the wait's end, and those before the wait."""
+
+    begun: Begun
+    seconds: float
+    before: float
+
+
+class ClockedMeter(Meter):
+    """A meter that notes what messages take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[_Taken] = []
+
+    def communicator(self, inner: Communicator, axis: str, key: str = "", links: Links | None = None) -> Communicator:
+        return super().communicator(cast(Communicator, _Clocked(inner, self)), axis, key, links)
+
+
+class _Clocked:
+    """A communicator whose works note what they take."""
+
+    def __init__(self, inner: Communicator, meter: ClockedMeter) -> None:
+        self._inner, self._meter = inner, meter
+        self.size, self.rank = inner.size, inner.rank
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            work = method(*args, **options)
+            return work and _ClockedWork(work, self._meter, start, time.perf_counter())
+
+        return call
+
+
+class _ClockedWork:
+    """A work that is noted when it has been waited for."""
+
+    def __init__(self, work: Work, meter: ClockedMeter, start: float, begun: float) -> None:
+        self._work, self._meter, self._start, self._begun = work, meter, start, begun
+        self._record = meter.flight.begun[-1] if meter.flight.begun else None
+
+    def wait(self) -> None:
+        before = time.perf_counter() - self._begun
+        self._work.wait()
+        if self._record is not None:
+            self._meter.taken.append(_Taken(self._record, time.perf_counter() - self._start, before))
+
+
+class SmallTraining:
+    """The training of a small model on this process: alone, or with `tp - 1` others over the tensor-parallel axis.
+
+    partitions: parameters are partitioned, so that they are gathered.
+    """
+
+    def __init__(
+        self, place: Place, model: SmallModel, *, tp: int = 1, splits_sequence: bool = False, partitions: bool = False
+    ) -> None:
+        config = _run(model, tp=tp, splits_sequence=splits_sequence, partitions=partitions)
+        buffers = FusedBuffers(0, place.device)
+        self.meter = ClockedMeter()
+        layout = Topology(tp=tp, dp=place.size // tp) if tp > 1 else Topology()
+        rank = place.rank if tp > 1 else 0
+        mesh = make_mesh(layout, rank, place.device, buffers, meter=self.meter)
+        core = build_components(config, mesh, buffers, vocab_size=model.vocabulary)
+        self.model = core.model
+        self._engine, self._context = core.engine, step_context(config, core)
+        shape = (_MICRO_BATCHES, 2, model.micro_batch, model.length)
+        tokens = torch.randint(model.vocabulary, shape, generator=torch.Generator().manual_seed(0))
+        self._batch = StepBatch(0, [MicroBatch(n, inputs, labels, None) for n, (inputs, labels) in enumerate(tokens)])
+
+    def step(self) -> None:
+        """Take one step."""
+        training_step(self._context, self._batch, StepControls(lr=1e-4, loss_scale=1.0))
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _run(model: SmallModel, *, tp: int, splits_sequence: bool, partitions: bool) -> RunConfig:
+    given: dict[str, Any] = {
+        **{"num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads},
+        **{"seq_length": model.length, "vocab_size": model.vocabulary, "precision": "fp32"},
+        **{"micro_batch_size": model.micro_batch, "global_batch_size": model.micro_batch * _MICRO_BATCHES},
+        **{"hidden_dropout": model.dropout, "attention_dropout": model.dropout},
+        **{"tensor_model_parallel_size": tp, "sequence_parallel": splits_sequence, "zero_stage": 3 * partitions},
+        **{"mock_data": True, "compile": "off", "eval_iters": 0, "train_iters": 10, "lr": 1e-4},
+    }
+    outcome = validate({name: RawValue(name, value, name) for name, value in given.items()})
+    assert outcome.config is not None, outcome.problems
+    return outcome.config
+
+
+def kernels_in_training(meter: GroupStopwatch) -> InTraining:
+    """Time the kernels of steps in which every process trains a model of its own, and what is left of the steps."""
+    measured: list[tuple[Operation, int, float]] = []
+    hosts: list[float] = []
+    for place, model in enumerate(meter.effort.models):
+        training = SmallTraining(meter.place, model, partitions=place % 2 == 1)
+        for _ in range(_WARM_UP):
+            training.step()
+        plain, timed = list[float](), _Timed()
+
+        def both(training: SmallTraining = training, plain: list[float] = plain, timed: _Timed = timed) -> None:
+            start = time.perf_counter()
+            training.step()
+            plain.append(time.perf_counter() - start)
+            timed.begin()
+            with timed:
+                training.step()
+
+        meter.times(both)
+        training.close()
+        calls = timed.calls()
+        whole, *seconds = meter.average(
+            [statistics.mean(sorted(plain)[: _half(len(plain))]), *(one for _, _, one in calls)]
+        )
+        measured += [(operation, count, one) for (operation, count, _), one in zip(calls, seconds, strict=True)]
+        hosts.append(max(whole - sum(seconds), 0.0) / sum(count for _, count, _ in calls))
+    return rates_of(measured, statistics.median(hosts))
+
+
+def rates_of(measured: Sequence[tuple[Operation, int, float]], host_seconds: float) -> InTraining:
+    """Return the rates that follow from kernels, the numbers of their calls, and the seconds of all of these."""
+    kinds: dict[str, list[Measurement]] = defaultdict(list)
+    operators: dict[str, list[Measurement]] = defaultdict(list)
+    products: dict[str, list[Measurement]] = defaultdict(list)
+    for operation, calls, seconds in measured:
+        moved = operation.read_bytes + operation.written_bytes
+        if "attention" in operation.name:
+            kinds["attention"].append((operation.inputs[0].shape[-2], calls * operation.flops, seconds))
+        elif operation.flops:
+            products[operation.order].append((product_size(operation), calls * operation.flops, seconds))
+        elif moved:
+            for pool in (kinds[kind_of(operation.name)], operators[operation.name]):
+                pool.append((moved, calls * moved, seconds))
+    least = _LEAST_SHARE * sum(seconds for _, _, seconds in measured)
+    own = {name: pooled(each) for name, each in operators.items() if sum(one for _, _, one in each) >= least}
+    orders = {order: pooled(each) for order, each in products.items()}
+    return InTraining(
+        products=orders.pop("rows"),
+        by_order=orders,
+        kernels={kind: pooled(each) for kind, each in kinds.items()},
+        operators=own,
+        host_seconds=host_seconds,
+    )
+
+
+def messages_in_training(meter: GroupStopwatch, tp: int) -> Mapping[str, Curve]:
+    """Time the messages of tensor-parallel steps, by collective, in bytes that a rank sends a second."""
+    points: dict[str, list[Measurement]] = defaultdict(list)
+    models = [model for model in meter.effort.models if not model.dropout and model.heads % tp == 0]
+    for model, splits_sequence in itertools.product(models, (False, True)):
+        training = SmallTraining(meter.place, model, tp=tp, splits_sequence=splits_sequence)
+        for _ in range(_WARM_UP):
+            training.step()
+        training.meter.taken.clear()
+        meter.times(training.step)
+        training.close()
+        # Ranks have the same messages, but need not agree on which of them they have waited for at once.
+        found: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for begun, taken, before in training.meter.taken:
+            if begun.axis == "tp":
+                found[begun.collective, begun.nbytes] += [taken] if before < _AT_ONCE else []
+        sums, counts = (meter.average([float(of(each)) for each in found.values()]) for of in (sum, len))
+        for (kind, nbytes), seconds, count in zip(found, sums, counts, strict=True):
+            if count:
+                sent = sent_bytes(cast(Collective, kind), nbytes, tp)
+                points[kind].append((nbytes, count * sent, seconds))
+    return {kind: pooled(each) for kind, each in points.items()}
