@@ -43,6 +43,7 @@ from megazero.planner.trace import (
 _Action = tuple[str, int, int]
 Order = Callable[[int], Sequence[_Action]]
 _Item = tuple[int, Event | DeviceWork | Enter]  # an event with its number, or a step of any stage
+_FOR_OTHER_STAGES = (BETWEEN_STAGES, "ends", "world")  # kinds of messages that one stage comes to before another
 _AFTER_ACTIONS: tuple[Phase, ...] = ("reduce", "update")
 _COMPILED: tuple[Phase, ...] = ("forward", "recompute", "backward")
 
@@ -166,13 +167,15 @@ def step_time(
     """
     speed = 1.0
     found: tuple[StageTime, ...] = ()
-    # Where processes share cores, one that waits leaves them to the others: the speed that fits the share that works.
+    # Where processes share cores, one that waits for another stage leaves its own to it: the speed that fits the share
+    # that works.  The ranks of a stage wait for a message all at once, while it takes up the cores.
     for _ in range(1 if hardware.speed(1) == 1.0 else 4):
         costs = _Costs(_at_speed(hardware, speed), fuses=fuses)
         steps = _steps_of(job, costs, hardware, order, part)
         found = simulate(steps, asynchronous=hardware.is_asynchronous, overlap_cost=hardware.overlap_cost, draws=draws)
         end = max(stage.end for stage in found)
-        working = sum(stage.busy_seconds + stage.waits["host"] for stage in found) / end / len(found) if end else 1.0
+        idle = sum(end - stage.end + sum(stage.waits.get(kind, 0.0) for kind in _FOR_OTHER_STAGES) for stage in found)
+        working = 1.0 - idle / end / len(found) if end else 1.0
         speed = hardware.speed(max(round(working * hardware.devices_per_node), 1))
     return StepTime(max(stage.end for stage in found), found)
 

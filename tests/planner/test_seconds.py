@@ -231,3 +231,13 @@ def test_processes_that_share_cores_are_faster_while_another_waits() -> None:
     # forward, exchange, forward, backward, exchange, backward, update
     assert alone == 10 + 1 + 10 + 20 + 1 + 20 + 3
     assert shared < 0.6 * alone
+
+
+def test_ranks_of_one_stage_that_wait_for_a_message_leave_no_core_to_one_another() -> None:
+    two = replace(MACHINE, device="cpu", devices_per_node=2, at_once=1)
+    assert (
+        timed(
+            job([kernel(2), message(), message(), TraceWait(1, "host"), TraceWait(2, "host"), kernel(1)]), two
+        ).seconds
+        == 5
+    )
