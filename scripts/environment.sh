@@ -38,13 +38,24 @@ environment_fingerprint() {
     cat setup.py scripts/constraints.txt | cksum
 }
 
-# Torch alone; its dependencies are installed with the rest.  Nothing is byte-compiled ahead, which takes half a minute:
-# of thousands of files a run imports hundreds, and python keeps those compiled.
+# Torch alone.  Nothing is byte-compiled ahead, which takes half a minute: of thousands of files a run imports hundreds,
+# and python keeps those compiled.
 install_torch() {
     local wanted
     wanted="$(grep '^torch==' scripts/constraints.txt)"
     # The build (with CUDA or without) depends on pip's own settings, such as PIP_EXTRA_INDEX_URL.
-    .venv/bin/python -m pip install --quiet --no-compile "$wanted"
+    .venv/bin/python -m pip install --quiet --no-compile --no-deps "$wanted"
+}
+
+# What a run and the tests need besides, by four pips at once, since a pip waits for its index most of the time.  Each
+# installs what is named and nothing else, so no two install the same.  The pip that comes last completes what fails here.
+install_pinned() {
+    local part
+    for part in 0 1 2 3; do
+        sed -n '/^$/q; /^torch==/d; /==/p' scripts/constraints.txt | awk "NR % 4 == $part" >".venv/part$part.txt"
+        .venv/bin/python -m pip install --quiet --no-compile --no-deps -r ".venv/part$part.txt" >/dev/null 2>&1 &
+    done
+    wait
 }
 
 ensure_environment() {
@@ -59,10 +70,13 @@ ensure_environment() {
         "${PYTHON:-python3}" -m venv .venv || fail "python can't make a virtual environment (Debian: apt install python3-venv)"
     fi
     export PIP_DISABLE_PIP_VERSION_CHECK=1
-    say "installing torch"
+    say "installing torch and what megazero needs besides"
+    install_pinned &
+    local pinned=$!
     install_torch || fail "torch could not be installed; see pip's message above (no network? use --no-install)"
+    wait "$pinned"
     say "installing megazero and its tools"
-    # Meanwhile another core compiles what every run imports of torch: pip is busy with its index for half a minute.
+    # Meanwhile another core compiles what every run imports of torch.
     env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c 'import torch.distributed.tensor, torch._inductor.compile_fx' \
         >/dev/null 2>&1 &
     local compiling=$!

@@ -1,10 +1,13 @@
 """Shell scripts parse, the pipeline adds nothing to scripts/test.sh, and every requirement is pinned."""
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 
 import pytest
+from packaging.requirements import Requirement
 from support.source_tree import ROOT
 
 SCRIPTS = [*sorted((ROOT / "scripts").rglob("*.sh")), ROOT / ".ci" / "run"]
@@ -31,6 +34,25 @@ def pins() -> dict[str, str]:
     stated = [line for line in lines if line and not line.startswith("#")]
     assert [line for line in stated if not re.fullmatch(r"[\w.-]+==[\w.!]+", line)] == []
     return {canonical(name): version for name, _, version in (line.partition("==") for line in stated)}
+
+
+def test_what_the_tests_need_is_pinned_above_the_rest() -> None:
+    """The constraints' first part, which is installed at once, has what setup.py leads to, and nothing else."""
+    text = (ROOT / "scripts" / "constraints.txt").read_text()
+    first = {canonical(line.partition("==")[0]) for line in text.partition("\n\n")[0].splitlines() if "==" in line}
+    setup = re.sub(r'"(lm-eval|mlflow|wandb|ray)": \[.*\],', "", (ROOT / "setup.py").read_text())
+    needed: set[str] = set()
+    names = re.findall(r'"([\w-]+)>=[^"]*"', setup)
+    while names:
+        name = canonical(names.pop())
+        # Without a pin are packages of one platform, as CUDA's, which are torch's choice.
+        if name in needed or name not in pins():
+            continue
+        needed.add(name)
+        with suppress(importlib.metadata.PackageNotFoundError):  # not on this platform
+            found = map(Requirement, importlib.metadata.requires(name) or ())
+            names += [one.name for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
+    assert first == needed
 
 
 def test_every_requirement_is_pinned() -> None:
