@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "seq_length": 512,
     "micro_batch_size": 4,
-    "global_batch_size": 8,
+    "global_batch_size": 4,
     "vocab_size": 512,
     "attention_backend": "unfused",
     "precision": "bf16",
@@ -168,7 +168,7 @@ def _homes(config: Any) -> tuple[str, str]:
 
 
 def _sharded(settings: dict[str, Any]) -> DryJob:
-    sizes = {**SIZES, "num_layers": 2, "micro_batch_size": 1, "zero_stage": 3}
+    sizes = {**SIZES, "num_layers": 2, "micro_batch_size": 1, "global_batch_size": 2, "zero_stage": 3}
     return DryJob(make_run(**{**sizes, **settings}), 512, Nodes((2,)), is_gpu=True)
 
 
