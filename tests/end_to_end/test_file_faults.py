@@ -264,7 +264,7 @@ def flip(descriptor: int) -> None:
         byte = os.pread(descriptor, 1, at)
         if byte:
             os.pwrite(descriptor, bytes([byte[0] ^ 4]), at)
-    os.fsync(descriptor)
+    os.fdatasync(descriptor)
 
 
 def truncate(descriptor: int) -> None:
@@ -333,7 +333,7 @@ def test_a_disk_that_fails(tmp_path: Path) -> None:
         train(engine, 0, 1)
         with descriptors(os.getpid(), folder) as opened:
             for descriptor in opened:
-                os.fsync(descriptor)
+                os.fdatasync(descriptor)
         size = disk.stat().st_size
         os.truncate(disk, 100_000)
         with pytest.raises(FileError) as caught:

@@ -184,7 +184,7 @@ def test_a_read_that_the_disk_fails(io: BlockIO, pool: AlignedMemory, tmp_path: 
         memory = random_buffer(pool, 1 << 20)
         file.write(0, memory).wait()
         with descriptor(file) as second:
-            os.fsync(second)
+            os.fdatasync(second)
             size = disk.stat().st_size
             os.truncate(disk, 1 << 20)
             os.posix_fadvise(second, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -199,7 +199,7 @@ def damage(state: FileState, block: slice) -> str:
     descriptor = os.open(f"/proc/self/fd/{own.file._file.fileno()}", os.O_RDWR)
     byte = os.pread(descriptor, 1, own.offset)[0]
     os.pwrite(descriptor, bytes([byte ^ 4]), own.offset)
-    os.fsync(descriptor)
+    os.fdatasync(descriptor)
     os.close(descriptor)
     return str(own.file.path)
 

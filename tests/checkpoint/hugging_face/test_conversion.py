@@ -94,7 +94,6 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     def full_disk(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     save_checkpoint(tmp_path / "run", run_config(small_config()), vocab_size=VOCAB, tp=1)
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(CheckpointError, match="No space left"):

@@ -224,9 +224,8 @@ MANY: dict[str, Any] = {
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the input about seven chunks, and skip fsync, which takes time and matters only when a machine crashes."""
+    """Make the input about seven chunks."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 10_000)
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.mark.parametrize("count", [2, 5])
