@@ -31,8 +31,8 @@ class ZeroConfig:
     reduce_bucket_size: int | None = setting(
         None,
         help="most gradient elements that one reduction moves; a bucket respects this and allgather_bucket_size,"
-        " and is never smaller than data-parallel size x 16 elements; without it, the larger of 16777216 and"
-        " 524288 a data-parallel process",
+        " and is never smaller than data-parallel size x 16 elements; without it, 524288 for each data-parallel"
+        " process, but at least 16777216, and at most 268435456 or 131072 for each process, whichever is more",
         unit="elements",
         aliases=("zero-reduce-bucket-size", "ddp-bucket-size"),
         ge=0,

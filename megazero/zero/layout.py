@@ -22,17 +22,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
 
 from megazero.parallel.param_spec import ParamSpec, Unit
 
-# The most elements of a bucket where no limit is given, and the elements of a rank's partition up to which it grows
-# with the ranks: 1 MiB in bf16, below which latency takes a large part of a message's time.
+# A bucket where no limit is given: of few ranks its elements; of more, those of a rank's partition, 1 MiB in bf16, below
+# which latency takes part of a message's time; but of many the elements that four buckets on their way have in 2 GiB of
+# bf16; and a rank's least partition, 256 KiB in bf16, below which latency takes most of that time.
 _BUCKET_NUMEL = 1 << 24
 _PARTITION_NUMEL = 1 << 19
+_LARGE_BUCKET_NUMEL = 1 << 28
+_LEAST_PARTITION_NUMEL = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -224,9 +227,11 @@ def bucket_limit(partitions: int, given: Iterable[int | None]) -> int:
     """Return the most elements of a bucket: the least of the limits given, in which None stands for the default.
 
     The default grows with the ranks, so that the number of messages and the work for each do not grow where every rank
-    has the same share of a larger model, and a rank's partition of a full bucket stays as large as a message must be.
+    has the same share of a larger model, and a rank's partition stays as large as a message must be.  Memory for buckets
+    on their way bounds it, until partitions would be so small that a message is latency alone.
     """
-    default = max(_BUCKET_NUMEL, partitions * _PARTITION_NUMEL)
+    grown = min(partitions * _PARTITION_NUMEL, _LARGE_BUCKET_NUMEL)
+    default = max(_BUCKET_NUMEL, grown, partitions * _LEAST_PARTITION_NUMEL)
     return min(default if limit is None else limit for limit in given)
 
 
@@ -297,13 +302,15 @@ def _in_order(members: Sequence[Slot], block: int) -> tuple[Slot, ...]:
 
 
 def _buckets(section: int, first_index: int, slots: Sequence[Slot], numel: int, rules: LayoutRules) -> Iterator[Bucket]:
-    size = max(rules.bucket_numel // rules.quantum, 1) * rules.quantum
+    """Cut a section into as few buckets as the limit allows, of equal size: a short last one would be latency alone."""
+    quanta = numel // rules.quantum
+    number = -(-quanta // max(rules.bucket_numel // rules.quantum, 1))
+    cuts = [rules.quantum * (quanta * cut // max(number, 1)) for cut in range(number + 1)]
     whole = [Fragment(slot.spec, 0, slot.spec.numel, Range(slot.start, slot.stop)) for slot in slots]
-    for number, start in enumerate(range(0, numel, size)):
-        stop = min(start + size, numel)
+    for index, (start, stop) in enumerate(pairwise(cuts), first_index):
         clipped = (fragment.clipped(Range(start, stop)) for fragment in whole)
         fragments = {fragment.spec.name: fragment for fragment in clipped if fragment is not None}
-        yield Bucket(first_index + number, section, start, stop, rules.partitions, fragments)
+        yield Bucket(index, section, start, stop, rules.partitions, fragments)
 
 
 def _check_units(units: Sequence[Unit], names: Iterable[str]) -> None:
