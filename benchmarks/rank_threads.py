@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, CompletedWork, LabelMismatch, ReduceKind, Work
+from megazero.comm.interface import Communicator, CompletedWork, LabelMismatch, ReduceKind, Work, gather_in_turn
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
@@ -128,6 +128,11 @@ class ThreadCommunicator:
             output.detach().copy_(torch.cat([tensor.view(-1) for tensor in everyone]).view(output.shape))
 
         return self._begin("all_gather", input, finish, label)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        return gather_in_turn(self, outputs, inputs, label)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         def finish(everyone: list[Tensor]) -> None:

@@ -7,6 +7,7 @@ layout does to tensors on a GPU is real; only NCCL and its streams are not teste
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megazero.__main__ import main as run
 from megazero.comm import startup
-from megazero.comm.interface import ReduceKind, Work
+from megazero.comm.interface import ReduceKind, Work, gather_in_turn
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.console import run_program
 from megazero.memory.lease import Scratch
@@ -43,6 +44,11 @@ class OverHost(ProcessGroupCommunicator):
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         gathered = torch.empty(output.shape, dtype=output.dtype)
         return _Copied(super().all_gather_into(gathered, input.cpu(), label), output, gathered)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        return gather_in_turn(self, outputs, inputs, label)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         reduced = torch.empty(output.shape, dtype=output.dtype)

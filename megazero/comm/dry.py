@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megazero.comm.groups import Split
 from megazero.comm.interface import CompletedWork
-from megazero.comm.process_group import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from megazero.comm.process_group import ALL_GATHER, ALL_GATHER_COALESCED, ALL_TO_ALL, REDUCE_SCATTER
 
 _DONE = CompletedWork()
 
@@ -23,7 +23,8 @@ class _DryGroup:
         self._size = size
         self._rank = rank
         self._kind = kind
-        for name in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, "allreduce", "broadcast", "send", "recv", "barrier"):
+        gathers = ALL_GATHER, ALL_GATHER_COALESCED
+        for name in (*gathers, REDUCE_SCATTER, ALL_TO_ALL, "allreduce", "broadcast", "send", "recv", "barrier"):
             setattr(self, name, _Held if kind == "gloo" else _complete)
 
     def name(self) -> str:

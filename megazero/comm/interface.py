@@ -5,6 +5,7 @@ Every collective returns a `Work`: the result may be read after `wait()`.  Tenso
 first numel places of a strided one, without an error), and equal in size on all ranks.
 """
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -50,6 +51,11 @@ class Communicator(Protocol):
         sends messages (gloo's) compares it with the neighbour's, and its `wait` raises LabelMismatch.
         """
 
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        """Gather each output as `all_gather_into` does, all of them by one call, which NCCL makes one kernel of."""
+
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         """Sum all inputs [size * n]; output [n] is this rank's slice of the sum, and may alias that of input.
 
@@ -79,8 +85,39 @@ class Communicator(Protocol):
         """Wait until every rank of the axis has called this."""
 
 
+class JoinedWork:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class CompletedWork:
     """A Work that has completed."""
 
     def wait(self) -> None:
         return None
+
+
+def gather_together(
+    communicator: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+) -> Work:
+    """Gather one tensor, or several by one call."""
+    if len(outputs) == 1:
+        return communicator.all_gather_into(outputs[0], inputs[0], label)
+    return communicator.all_gather_coalesced(outputs, inputs, label)
+
+
+def gather_in_turn(
+    communicator: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None
+) -> Work:
+    """Gather tensors by a call for each; the first one has the label."""
+    works = [
+        communicator.all_gather_into(output, input, None if index else label)
+        for index, (output, input) in enumerate(zip(outputs, inputs, strict=True))
+    ]
+    return JoinedWork(works)

@@ -1,8 +1,10 @@
 """The communicator of an axis with one rank: every collective copies its input or does nothing."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from megazero.comm.interface import CompletedWork, ReduceKind, Work
+from megazero.comm.interface import CompletedWork, ReduceKind, Work, gather_in_turn
 
 
 class LocalCommunicator:
@@ -13,6 +15,11 @@ class LocalCommunicator:
 
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         return _copy(output, input)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        return gather_in_turn(self, outputs, inputs, label)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         return _copy(output, input)

@@ -11,7 +11,7 @@ The same calls are written to the flight record, from which a fault is reported 
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -112,6 +112,12 @@ class MeteredCommunicator:
         begun = self._record("all_gather", output)
         return self._noted(begun, self._inner.all_gather_into(output, input, label))
 
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        begun = self._record("all_gather", *outputs)
+        return self._noted(begun, self._inner.all_gather_coalesced(outputs, inputs, label))
+
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         begun = self._record("reduce_scatter", input)
         return self._noted(begun, self._inner.reduce_scatter_into(output, input, key))
@@ -133,7 +139,7 @@ class MeteredCommunicator:
         return self._noted(begun, self._inner.broadcast(tensor, source))
 
     def send(self, tensor: Tensor, to: int) -> Work:
-        begun = self._record("send", tensor, to)
+        begun = self._record("send", tensor, to=to)
         return self._noted(begun, self._inner.send(tensor, to))
 
     def receive_into(self, tensor: Tensor, source: int) -> Work:
@@ -147,8 +153,8 @@ class MeteredCommunicator:
         else:
             _NotedWork(_Call(self._inner.barrier), begun, self._meter).wait()
 
-    def _record(self, collective: Collective, whole: Tensor, to: int | None = None) -> Begun | None:
-        nbytes = whole.numel() * whole.element_size()
+    def _record(self, collective: Collective, *wholes: Tensor, to: int | None = None) -> Begun | None:
+        nbytes = sum(whole.numel() * whole.element_size() for whole in wholes)
         sent = sent_bytes(collective, nbytes, self.size)
         across = 0 if self._links is None else self._links.across(collective, sent, to)
         self._meter.record(self._axis, collective, sent, across)

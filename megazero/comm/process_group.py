@@ -36,6 +36,7 @@ _MAX_IN_FLIGHT = 64  # exchanges of one group
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 ALL_GATHER = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
+ALL_GATHER_COALESCED = "all_gather_single_coalesced" if _IS_RENAMED else "allgather_into_tensor_coalesced"
 ALL_TO_ALL = "all_to_all_single" if _IS_RENAMED else "alltoall_base"
 # Tags of messages: those between two ranks of a group that have the same tag keep their order.  Two communicators of
 # one axis share its groups, so each adds its lane, 0 or 1.
@@ -57,6 +58,7 @@ class ProcessGroupCommunicator:
         """
         self._group = group
         self._all_gather: Any = getattr(group, ALL_GATHER)
+        self._all_gather_coalesced: Any = getattr(group, ALL_GATHER_COALESCED)
         self._reduce_scatter: Any = getattr(group, REDUCE_SCATTER)
         self._all_to_all: Any = getattr(group, ALL_TO_ALL)
         self._scratch = scratch
@@ -71,8 +73,16 @@ class ProcessGroupCommunicator:
 
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         if self._exchanges:
-            return self._exchange_to_gather(output, input, label)
+            return self._exchange_to_gather([output], [input], label)
         return _Pending(self._all_gather(output, input, _asynchronous(AllgatherOptions())))
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        if self._exchanges:
+            return self._exchange_to_gather(outputs, inputs, label)
+        options = _asynchronous(AllgatherOptions())
+        return _Pending(self._all_gather_coalesced(list(outputs), list(inputs), options))
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         if self._exchanges:
@@ -109,13 +119,16 @@ class ProcessGroupCommunicator:
         options.device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
         self._group.barrier(options).wait()
 
-    def _exchange_to_gather(self, output: Tensor, input: Tensor, label: int | None) -> Work:
-        slices = output.view(self.size, input.numel())
-        if slices[self.rank].data_ptr() != input.data_ptr():
-            slices[self.rank].copy_(input)
+    def _exchange_to_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None) -> Work:
         check = None if label is None or self.size == 1 else self._compare(label)
-        tag = _GATHER + 2 * (input.numel() * input.element_size() % _GATHER_TAGS)
-        works = [work for peer in self._peers() for work in self._swap(slices[self.rank], slices[peer], peer, tag)]
+        works: list[Any] = []
+        for output, input in zip(outputs, inputs, strict=True):
+            slices = output.view(self.size, input.numel())
+            if slices[self.rank].data_ptr() != input.data_ptr():
+                slices[self.rank].copy_(input)
+            tag = _GATHER + 2 * (input.numel() * input.element_size() % _GATHER_TAGS)
+            for peer in self._peers():
+                works += self._swap(slices[self.rank], slices[peer], peer, tag)
         return self._retain(_Exchange(works, check))
 
     def _compare(self, label: int) -> Callable[[], None]:

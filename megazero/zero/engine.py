@@ -43,7 +43,9 @@ from megazero.zero.layout import (
     bucket_limit,
     build_layout,
     choose_persistent,
+    gather_limit,
     join_small_units,
+    joined_limit,
 )
 from megazero.zero.offloaded import OffloadedStates
 from megazero.zero.parameters.frames import Frames, on_gradient
@@ -166,9 +168,10 @@ class Engine:
         self._parameters = dict(model.named_parameters())
         self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS, REPLICAS)}
         self.units = tuple(units)
-        if settings.serves_user_code and plan.parameter.placement is Placement.REPLICATED:
+        if plan.parameter.placement is Placement.REPLICATED:
             numel = {name: parameter.numel() for name, parameter in self._parameters.items()}
-            units = join_small_units(units, numel, min(_JOINED_NUMEL, _bucket_numel(settings.zero, axis.size)))
+            most = max(_JOINED_NUMEL if settings.serves_user_code else 0, joined_limit(axis.size))
+            units = join_small_units(units, numel, min(most, _bucket_numel(settings.zero, axis.size)))
         self.layout = plan_layout(model, units, axis.size, plan, settings)
         self._units_of: dict[int, set[str]] = {}  # by part
         consumers: dict[nn.Module, list[str]] = {}
@@ -222,14 +225,20 @@ class Engine:
                 attach_gradient_slot(self._parameters[name], partial(self._reducer.gradient_slot, name))
         self._hooks = on_gradient(self._parameters, self._gradient_ready)
         self._guards = self._guard_gradients() if settings.serves_user_code else None
+        most_gathered = gather_limit(axis.size, zero.reduce_bucket_size, zero.allgather_bucket_size)
         self._publisher = ParameterPublisher(
-            self._shards, mesh.gathering, by_gather=zero.allgather_partitions, timers=settings.timers
+            self._shards,
+            mesh.gathering,
+            by_gather=zero.allgather_partitions,
+            most_gathered=most_gathered,
+            timers=settings.timers,
         )
         self._gather = ParameterGather(
             self._shards,
             mesh.weights,
             self._parameters,
             zero,
+            most_gathered=most_gathered,
             secondary=mesh.secondary,
             exact=mesh.gathering,
             frozen=None if plan.frozen is None else EncodedGather(mesh.gathering, plan.frozen, buffers),

@@ -29,13 +29,11 @@ import torch
 
 from megazero.parallel.param_spec import ParamSpec, Unit
 
-# A bucket where no limit is given: of few ranks its elements; of more, those of a rank's partition, 1 MiB in bf16, below
-# which latency takes part of a message's time; but of many the elements that four buckets on their way have in 2 GiB of
-# bf16; and a rank's least partition, 256 KiB in bf16, below which latency takes most of that time.
-_BUCKET_NUMEL = 1 << 24
-_PARTITION_NUMEL = 1 << 19
-_LARGE_BUCKET_NUMEL = 1 << 28
-_LEAST_PARTITION_NUMEL = 1 << 17
+# The elements of a bucket where no limit is given.
+_BUCKET_NUMEL = 1 << 24  # of few ranks
+_PARTITION_NUMEL = 1 << 19  # for each of more: 1 MiB in bf16, below which latency takes part of a message's time
+_LARGE_BUCKET_NUMEL = 1 << 28  # of many: four buckets on their way take 2 GiB in bf16
+_LEAST_PARTITION_NUMEL = 1 << 17  # for each of very many: 256 KiB in bf16, below which latency takes most of the time
 
 
 @dataclass(frozen=True)
@@ -224,15 +222,47 @@ class FlatLayout:
 
 
 def bucket_limit(partitions: int, given: Iterable[int | None]) -> int:
-    """Return the most elements of a bucket: the least of the limits given, in which None stands for the default.
+    """Return the most elements of a bucket: the least of the limits given, which are not None, or the default.
 
     The default grows with the ranks, so that the number of messages and the work for each do not grow where every rank
-    has the same share of a larger model, and a rank's partition stays as large as a message must be.  Memory for buckets
-    on their way bounds it, until partitions would be so small that a message is latency alone.
+    has the same share of a larger model, and a rank's partition stays as large as a message must be.  Memory for
+    buckets on their way bounds it, until partitions would be so small that a message is latency alone.
     """
     grown = min(partitions * _PARTITION_NUMEL, _LARGE_BUCKET_NUMEL)
     default = max(_BUCKET_NUMEL, grown, partitions * _LEAST_PARTITION_NUMEL)
-    return min(default if limit is None else limit for limit in given)
+    return min((limit for limit in given if limit is not None), default=default)
+
+
+def joined_limit(partitions: int) -> int:
+    """Return the elements up to which small units that every rank has whole are laid out together.
+
+    Where there are more ranks than a bucket of the least size has room for, a small unit's message is latency alone.
+    """
+    is_large = partitions * _PARTITION_NUMEL > _BUCKET_NUMEL
+    return partitions * _LEAST_PARTITION_NUMEL if is_large else 0
+
+
+def gather_limit(partitions: int, reduced: int | None, gathered: int | None) -> int:
+    """Return the most elements that one gather moves, unless a bucket has more.
+
+    It is what is given for gathers, or else for reductions.  A gather in place takes no memory for buckets on their
+    way, so the default grows on with the ranks where that of a bucket is bounded.
+    """
+    given = reduced if gathered is None else gathered
+    return max(_BUCKET_NUMEL, partitions * _PARTITION_NUMEL) if given is None else given
+
+
+def neighbours(buckets: Iterable[Bucket], most: int) -> Iterator[list[Bucket]]:
+    """Group successive buckets that are neighbours in a section, as long as they have at most `most` elements."""
+    group: list[Bucket] = []
+    for bucket in buckets:
+        follows = bool(group) and (group[-1].section, group[-1].stop) == (bucket.section, bucket.start)
+        if group and not (follows and bucket.stop - group[0].start <= most):
+            yield group
+            group = []
+        group.append(bucket)
+    if group:
+        yield group
 
 
 def build_layout(units: Sequence[Unit], parameters: Iterable[Slot], rules: LayoutRules) -> FlatLayout:

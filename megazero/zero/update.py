@@ -249,6 +249,7 @@ class ShardUpdate:
                     self._update_run(index, steps[home], absent, memory)
                 if self._is_last_of_sub_group(index):
                     self._leave(self.runs[index].sub_group, is_last=index == indices[-1])
+        self._publisher.send_rest()
         if late:
             self._late.begin(late)
 
@@ -361,6 +362,7 @@ class ShardUpdate:
                 self._shards.store_partition(bucket)
                 self._publisher.publish(bucket, arrival)
                 self._late.weights[bucket.index] = LateWeights(values, arrival)
+        self._publisher.send_rest()
         self._late.unpublished.clear()
 
     def publish_masters(self, buckets: Iterable[Bucket]) -> None:
@@ -374,6 +376,7 @@ class ShardUpdate:
                 arrival.finish()  # what is in a file is in memory only as long as it is referred to
             self._shards.store_partition(bucket)
             self._publisher.publish(bucket, arrival)
+        self._publisher.send_rest()
 
     def _is_late(self, home: StateHome, at_home: "_HomeStep") -> bool:
         """Return True if a step's update of what lives in a home runs beside the next step."""

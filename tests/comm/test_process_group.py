@@ -128,6 +128,36 @@ def test_in_place_on_this_ranks_slice(size: int, dtype: torch.dtype) -> None:
         assert gathered.tolist() == everyone.tolist()
 
 
+def together(rank: int, size: int) -> list[list[Tensor]]:
+    """Return tensors of several sizes and dtypes that one call has gathered in place, by messages and by torch's own.
+
+    The latter is what NCCL gets, which no CPU has; gloo has it too.
+    """
+    found = []
+    for by_messages in (True, False):
+        axis, _ = communicator()
+        axis._exchanges = by_messages
+        outputs = [torch.full((size * numel,), -99.0, dtype=dtype) for numel, dtype in TOGETHER]
+        mine = [output.view(size, -1)[rank] for output in outputs]
+        for place in mine:
+            place.copy_(tensor(rank, place.dtype, place.numel()))
+        axis.all_gather_coalesced(outputs, mine, None).wait()
+        found.append(outputs)
+    return found
+
+
+TOGETHER = ((6, torch.float32), (1, torch.float32), (9, torch.bfloat16))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_several_tensors_are_gathered_by_one_call(size: int) -> None:
+    for both in run_ranks(size, together, size):
+        for outputs in both:
+            for output, (numel, dtype) in zip(outputs, TOGETHER, strict=True):
+                expected = np.concatenate([values(rank, numel) for rank in range(size)])
+                assert output.dtype == dtype and output.tolist() == expected.tolist()
+
+
 def halves(rank: int, dtype: torch.dtype, large: float) -> list[float]:
     """Sum a number of rank 0 so large that adding 1 in `dtype` does not change it, and a 1 of every other rank."""
     axis, _ = communicator()

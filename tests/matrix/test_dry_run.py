@@ -25,6 +25,7 @@ ON_NODES = {"ranks_per_node": 32}
 HOPS = {**ON_NODES, "hierarchical_collectives": "auto"}
 ROUNDED = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_error_feedback": True}
 WIRES = {"hops": HOPS, "rounded": {**ON_NODES, **ROUNDED, "zero_hpz_partition_size": 2}}
+SMALL = {"hidden_size": 512, "num_attention_heads": 16}
 PP, DP_OF_A_STAGE, MICRO_BATCHES = 4, 16, 4
 PIPELINES = [(0, "1f1b"), (1, "zero-bubble"), (3, "interleaved")]  # (pipeline rank, schedule)
 
@@ -55,11 +56,18 @@ def figures() -> dict[tuple[int, Any], dict[str, Any]]:
     cases = [[rank, DP, TP, stage] for rank, stage in RANKS] + [case_of(*pipeline) for pipeline in PIPELINES]
     cases.append([TIMED[0], DP, TP, TIMED[1], 1, {"timing_log_level": 2}])
     cases += [[300, DP, TP, 3, 1, settings] for settings in WIRES.values()]
+    cases += [[300, DP, TP, stage, 1, SMALL] for stage in (2, 3)]
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
     command = [warm_python(), str(SUPPORT / "dry_run.py"), json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip([*RANKS, *PIPELINES, "timed", *WIRES], json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(
+        zip(
+            [*RANKS, *PIPELINES, "timed", *WIRES, ("small", 2), ("small", 3)],
+            json.loads(done.stdout.splitlines()[-1]),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize(("rank", "stage"), RANKS)
@@ -90,6 +98,16 @@ def test_a_step_of_1024_ranks(rank: int, stage: int, figures: dict[tuple[int, An
     tokens = 2 * 256
     all_reduces = (4 * layers + 2) * tokens * h * 2 + 3 * tokens * 4
     assert sum(result["comm_bytes"]["tp"].values()) == 2 * all_reduces * 15 // 16
+
+
+def test_small_units_of_many_ranks_are_laid_out_together(figures: dict[Any, dict[str, Any]]) -> None:
+    """Where they are whole anyway: all 2 million parameters are one message, where a layer's slices are of 6 KiB."""
+    together, apart = figures["small", 2], figures["small", 3]
+    assert len(together["buckets"]) == 1 and len(apart["buckets"]) == 5
+    assert together["messages"]["dp reduce_scatter"] == [2, 2 * 2 * together["padded"] * 63 // 64]
+    assert together["messages"]["dp all_gather"] == [1, 2 * together["padded"] * 63 // 64]
+    assert together["states"]["parameters"] == 2 * together["padded"]
+    assert apart["padded"] - 5 * DP * 16 < together["padded"] <= apart["padded"]
 
 
 def test_a_step_of_1024_ranks_in_two_hops(figures: dict[Any, dict[str, Any]]) -> None:

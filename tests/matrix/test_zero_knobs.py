@@ -152,10 +152,26 @@ def test_without_reduce_scatter_gradients_are_all_reduced(stage: int) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("reduced", [1, QUANTUM, 3 * QUANTUM + 1, HUGE])
 @pytest.mark.parametrize("gathered", [QUANTUM, HUGE])
-def test_a_message_respects_both_bucket_sizes(reduced: int, gathered: int) -> None:
-    run = seen(1, bucket=reduced, allgather_bucket_size=gathered)
-    expected = num_buckets(min(reduced, gathered))
-    assert run.calls == {"reduce_scatter": expected, "all_gather": expected}
+def test_messages_respect_their_bucket_sizes(reduced: int, gathered: int) -> None:
+    """A gather moves several buckets of a unit; a reduction moves one, which a smaller gather binds too."""
+    run, bound = (seen(1, bucket=reduced, allgather_bucket_size=most) for most in (gathered, None))
+    assert run.calls == {
+        "reduce_scatter": num_buckets(min(reduced, gathered)),
+        "all_gather": num_buckets(gathered),
+    }
+    assert bound.calls == {"reduce_scatter": num_buckets(reduced), "all_gather": num_buckets(reduced)}
+    assert all(run.sent[name].nbytes == bound.sent[name].nbytes for name in run.calls), "the bytes are the same"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("zero", [{}, {"prefetch_bucket_size": HUGE}, {"offload_param": "cpu"}])
+def test_in_stage_3_a_unit_is_gathered_by_one_message(zero: dict[str, Any]) -> None:
+    zero = {"offload_optimizer": "cpu", **zero} if "offload_param" in zero else zero
+    together, each = (seen(3, bucket=QUANTUM, allgather_bucket_size=most, **zero) for most in (HUGE, None))
+    whole = seen(3, bucket=HUGE, **zero)
+    assert together.calls == {**whole.calls, "reduce_scatter": each.calls["reduce_scatter"]}
+    assert each.calls["all_gather"] > whole.calls["all_gather"]
+    assert together.sent["all_gather"].nbytes == each.sent["all_gather"].nbytes
 
 
 # allgather_partitions
@@ -365,6 +381,16 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"reduce_bucket_size": 1}, EVEN),
     ({"reduce_bucket_size": HUGE}, ODD),
     ({"allgather_bucket_size": 1}, ODD),
+    ({"reduce_bucket_size": 1, "allgather_bucket_size": 3 * QUANTUM}, ALL),
+    (
+        {
+            "reduce_bucket_size": 1,
+            "allgather_bucket_size": HUGE,
+            "offload_optimizer": "cpu",
+            "offload_optimizer_ratio": 0.5,
+        },
+        (1, 2, 3),
+    ),
     ({"allgather_partitions": False}, PUBLISHING),
     ({"allgather_partitions": False, "param_persistence_threshold": 100}, GATHERING),
     ({"overlap_comm": False}, ALL),

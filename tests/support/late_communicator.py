@@ -21,7 +21,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, ReduceKind, Work
+from megazero.comm.interface import Communicator, ReduceKind, Work, gather_in_turn
 from megazero.comm.mesh import WEIGHTS, Mesh
 from megazero.comm.metered import MeteredCommunicator
 from megazero.comm.startup import plain_parts
@@ -76,6 +76,11 @@ class LateCommunicator:
             if not (is_in_place and rank == self.rank):
                 work.poison(place)
         return work.begin([self.inner.all_gather_into(work.result, input.detach().clone(), label)])
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        return gather_in_turn(self, outputs, inputs, label)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         work = _LateWork(self, f"reduce_scatter_into of {input.numel()} elements", output)

@@ -6,7 +6,7 @@ results = run_threads(4, lambda world: world.rank)
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from support.late_communicator import LateCommunicator
 from torch import Tensor
 
-from megazero.comm.interface import CompletedWork, ReduceKind, Work
+from megazero.comm.interface import CompletedWork, ReduceKind, Work, gather_in_turn
 
 _TIMEOUT_SECONDS = 30.0
 
@@ -36,6 +36,11 @@ class ThreadCommunicator:
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         output.copy_(torch.cat(self._exchange(input)))
         return CompletedWork()
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        return gather_in_turn(self, outputs, inputs, label)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         output.copy_(torch.stack(self._exchange(input)).sum(0).chunk(self.size)[self.rank])

@@ -61,6 +61,18 @@ def test_every_layout_is_one_step_late(cell: Cell, corpus: str, late: History) -
     assert deviation(run_ranks(cell.world_size, train_late, cell, corpus), late).worst < BOUND
 
 
+@pytest.mark.gloo
+def test_a_gather_of_buckets_some_of_which_are_late(corpus: str) -> None:
+    """What the device has is updated at once, and its neighbours in the gather, which the host has, a step late."""
+    mixed = {**HOST, "offload_optimizer_ratio": 0.5, "reduce_bucket_size": 1000}
+    cells = [
+        Cell(steps=STEPS, dp=2, stage=2, settings={**mixed, **most}) for most in ({}, {"allgather_bucket_size": 10**9})
+    ]
+    apart, together = (run_ranks(2, train_late, cell, corpus) for cell in cells)
+    assert [run.losses for run in together] == [run.losses for run in apart]
+    assert together[0].comm_bytes == apart[0].comm_bytes
+
+
 def test_the_reference_of_late_updates_is_another_one(corpus: str, late: History) -> None:
     exact = reference_history(corpus, STEPS)
     assert exact.losses[: AT_ONCE + 1] == late.losses[: AT_ONCE + 1]

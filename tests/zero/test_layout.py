@@ -25,7 +25,9 @@ from megazero.zero.layout import (
     bucket_limit,
     build_layout,
     choose_persistent,
+    gather_limit,
     join_small_units,
+    neighbours,
 )
 
 layout_file = megazero.zero.layout.__file__
@@ -195,10 +197,10 @@ def test_every_element_has_one_place_and_one_owner(
         (512, [None, None], 2**28),
         (2048, [None, None], 2**28),
         (16384, [None, None], 2**31),
+        (8, [2**28, None], 2**28),
         (2048, [500, None], 500),
         (2048, [None, 700], 700),
         (2048, [500, 700], 500),
-        (8, [2**28, None], 2**24),
         (1024, [2**28, None], 2**28),
         (1024, [0, None], 0),
     ],
@@ -207,6 +209,38 @@ def test_the_default_bucket_grows_with_the_ranks_and_a_given_limit_holds(
     partitions: int, given_limits: list[int | None], expected: int
 ) -> None:
     assert bucket_limit(partitions, given_limits) == expected
+
+
+@pytest.mark.parametrize(
+    ("partitions", "reduced", "gathered", "expected"),
+    [
+        (8, None, None, 2**24),
+        (2048, None, None, 2**30),
+        (2048, 500, None, 500),
+        (2048, None, 700, 700),
+        (8, 500, 700, 700),
+        (8, 700, 0, 0),
+    ],
+)
+def test_a_gather_has_a_limit_of_its_own(
+    partitions: int, reduced: int | None, gathered: int | None, expected: int
+) -> None:
+    assert gather_limit(partitions, reduced, gathered) == expected
+
+
+def test_neighbours_of_a_section_are_grouped() -> None:
+    layout = layout_of({"a": [spec("a", (50,))], "b": [spec("b", (20,))]}, LayoutRules(2, 16, 4))
+    buckets = [*layout.sections[0].buckets, *layout.sections[1].buckets]
+    assert [bucket.numel for bucket in buckets] == [8, 16, 16, 16, 8, 16][: len(buckets)]
+
+    def grouped(most: int, *left_out: int) -> list[list[int]]:
+        given = [bucket for bucket in buckets if bucket.index not in left_out]
+        return [[bucket.index for bucket in group] for group in neighbours(given, most)]
+
+    assert grouped(0) == grouped(23) == [[0], [1], [2], [3], [4], [5]]
+    assert grouped(24) == [[0, 1], [2], [3], [4, 5]]
+    assert grouped(1000) == [[0, 1, 2, 3], [4, 5]], "no message has buckets of two sections"
+    assert grouped(1000, 1) == [[0], [2, 3], [4, 5]], "nor some with a gap between them"
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,5 +1,7 @@
 """The base of communicators that do some collectives another way, and leave the others to the one they wrap."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from megazero.comm.interface import Communicator, ReduceKind, Work
@@ -15,6 +17,11 @@ class ForwardingCommunicator:
 
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         return self._inner.all_gather_into(output, input, label)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        return self._inner.all_gather_coalesced(outputs, inputs, label)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         return self._inner.reduce_scatter_into(output, input, key)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, Work
+from megazero.comm.interface import Communicator, Work, gather_in_turn
 from megazero.comm.wires.codec import BlockCodec, compute_dtype
 from megazero.comm.wires.error_feedback import ErrorFeedback
 from megazero.comm.wires.forwarding import ForwardingCommunicator
@@ -41,6 +41,11 @@ class QuantizedGather(ForwardingCommunicator):
         if self.size == 1 or not input.is_floating_point():
             return super().all_gather_into(output, input, label)
         return self._hops.begin(self._gather(output, input, label), 1)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        return gather_in_turn(self, outputs, inputs, label)
 
     def _gather(self, output: Tensor, input: Tensor, label: int | None) -> _Hops:
         n = input.numel()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, LabelMismatch, ReduceKind, Work
+from megazero.comm.interface import Communicator, LabelMismatch, ReduceKind, Work, gather_in_turn
 from megazero.comm.wires.forwarding import ForwardingCommunicator
 from megazero.comm.wires.hops import Hops
 from megazero.memory.lease import Scratch
@@ -57,6 +57,13 @@ class TwoHopCommunicator(ForwardingCommunicator):
         if self._only is not None:
             return self._only.all_gather_into(output, input, label)
         return self._hops.begin(self._gather(output, input, label), 2, is_gather=True)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        if self._only is not None:
+            return self._only.all_gather_coalesced(outputs, inputs, label)
+        return gather_in_turn(self, outputs, inputs, label)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         if self._only is not None:

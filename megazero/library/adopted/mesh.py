@@ -14,7 +14,7 @@ parameters are gathered, is made here by a collective call of all processes of t
 over gloo for CPU tensors, where the user's groups carry none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from megazero.comm.groups import GroupMaker, Limits, Split, gloo_maker, group_maker
-from megazero.comm.interface import Communicator, CompletedWork, ReduceKind, Work
+from megazero.comm.interface import Communicator, CompletedWork, ReduceKind, Work, gather_in_turn
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import CONTROL, CONTROL_AXES, GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
@@ -172,6 +172,11 @@ class TwoAxes:
         row = input.new_empty(self._inner.size * input.numel())
         self._inner.all_gather_into(row, input, label).wait()
         return self._outer.all_gather_into(output, row, label)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        return gather_in_turn(self, outputs, inputs, label)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         row = input.new_empty(self._inner.size * output.numel())

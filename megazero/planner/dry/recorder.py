@@ -248,6 +248,12 @@ class _Recorded:
         wait = self._begun("all_gather", output)
         return _RecordedWork(self._inner.all_gather_into(output, input, label), wait)
 
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        wait = self._begun("all_gather", *outputs)
+        return _RecordedWork(self._inner.all_gather_coalesced(outputs, inputs, label), wait)
+
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         wait = self._begun("reduce_scatter", input)
         return _RecordedWork(self._inner.reduce_scatter_into(output, input, key), wait)
@@ -281,12 +287,13 @@ class _Recorded:
         self._inner.barrier()
         wait()
 
-    def _begun(self, collective: Collective, whole: Tensor, peer: int | None = None) -> Callable[[], None]:
-        sent = sent_bytes(collective, whole.nbytes, self.size)
+    def _begun(self, collective: Collective, *wholes: Tensor, peer: int | None = None) -> Callable[[], None]:
+        nbytes = sum(whole.nbytes for whole in wholes)
+        sent = sent_bytes(collective, nbytes, self.size)
         to = peer if collective == "send" else None
         across = 0 if self._links is None else self._links.across(collective, sent, to)
         other = None if peer is None else self._ranks[peer]
-        return self._recorder.message(self._key, collective, other, whole.nbytes, (sent, across))
+        return self._recorder.message(self._key, collective, other, nbytes, (sent, across))
 
 
 class _RecordedWork(NamedTuple):

@@ -37,6 +37,7 @@ class ParameterGather:
         parameters: Mapping[str, nn.Parameter],
         zero: ZeroConfig,
         *,
+        most_gathered: int,
         timers: Timers,
         take_updated: Callable[[Bucket], Arrival],
         secondary: Communicator | None = None,
@@ -44,7 +45,9 @@ class ParameterGather:
         frozen: EncodedGather | None = None,
         ranks_may_differ: bool = True,
     ) -> None:
-        """take_updated, secondary, exact, frozen: as for `UnitMemory`.
+        """most_gathered: the elements that one gather of several buckets moves at the most.
+
+        take_updated, secondary, exact, frozen: as for `UnitMemory`.
 
         ranks_may_differ: False if all ranks surely gather the same units in the same order.
         """
@@ -62,7 +65,9 @@ class ParameterGather:
             labels_gathers=ranks_may_differ or zero.enable_sanity_checks,
             compares_labels=zero.enable_sanity_checks,
         )
-        self._units = {unit.name: unit for unit in partitioned_units(shards, parameters)}
+        window = zero.prefetch_bucket_size or most_gathered  # a larger message would never be gathered ahead
+        units = partitioned_units(shards, parameters, min(most_gathered, window))
+        self._units = {unit.name: unit for unit in units}
         self.is_needed = bool(self._units)
         """True if a unit is partitioned."""
         self._unit_of = {name: unit for unit in self._units.values() for name in unit.names}
@@ -254,8 +259,8 @@ class ParameterGather:
         if unit.state is not UnitState.WHOLE:
             self._make_room(unit)
             self.memory.allocate(unit)
-            for bucket in unit.buckets:
-                self.memory.launch(unit, bucket)
+            for group in unit.gathers:
+                self.memory.launch(unit, group)
             with self._timers.measure("params-gather"):
                 self.memory.wait(unit, why)
         self.memory.mark_used(unit)
@@ -288,14 +293,14 @@ class ParameterGather:
 
     def _prefetch_unit(self, unit: GatheredUnit, left: int) -> None:
         """Launch gathers of the unit's first buckets, at most `left` elements."""
-        for bucket in unit.buckets:
-            left -= bucket.numel
+        for group in unit.gathers:
+            left -= group[-1].stop - group[0].start
             if left < 0:
                 return
             if unit.state is UnitState.PARTITIONED:
                 self.memory.allocate(unit)
                 unit.is_prefetched = True
-            self.memory.launch(unit, bucket)
+            self.memory.launch(unit, group)
 
     def _release_finished(self, current: GatheredUnit | None) -> None:
         """Release the units that backward has finished with."""

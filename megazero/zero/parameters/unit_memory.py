@@ -7,7 +7,8 @@ has been gathered again.
     PARTITIONED --launch--> IN_FLIGHT --wait--> WHOLE --release--> PARTITIONED
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -18,12 +19,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megazero.comm.interface import Communicator, LabelMismatch, Work
+from megazero.comm.interface import Communicator, LabelMismatch, Work, gather_together
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.wires.quantized import EncodedGather
 from megazero.errors import CollectiveError, Problem
 from megazero.memory.copies import ARRIVED, Arrival
-from megazero.zero.layout import Bucket, Section
+from megazero.zero.layout import Bucket, Section, neighbours
 from megazero.zero.parameters.guard import guard, unguard
 from megazero.zero.parameters.secondary import SecondaryPartitions
 from megazero.zero.shards import Shards
@@ -43,7 +44,7 @@ class UnitState(Enum):
 class GatheredUnit:
     """The partitioned parameters of one unit, and their state.
 
-    index: its place among the units, the same on all ranks.
+    index: its place among the units, the same on all ranks.  gathers: its buckets by the message that gathers them.
     pins: how many uses need it now.  is_prefetched: whether it is gathered (in part) for a use that has not come yet.
     awaited: its trainable parameters whose gradients have not come in this pass; releases_early: whether the unit is
     not needed once all have.  shared: whether other tensors refer to its memory, and retain it beyond the release.
@@ -58,6 +59,7 @@ class GatheredUnit:
     parameters: tuple[nn.Parameter, ...]
     trainable: frozenset[str]
     releases_early: bool
+    gathers: tuple[Sequence[Bucket], ...]
     state: UnitState = UnitState.PARTITIONED
     pins: int = 0
     is_prefetched: bool = False
@@ -144,35 +146,40 @@ class UnitMemory:
         """Make the unit the last used."""
         self.live[unit.name] = self.live.pop(unit.name)
 
-    def launch(self, unit: GatheredUnit, bucket: Bucket) -> None:
-        """Start to gather a bucket, whose memory is allocated, unless that has been done.
+    def launch(self, unit: GatheredUnit, group: Sequence[Bucket]) -> None:
+        """Start to gather one of the unit's `gathers`, whose memory is allocated, unless that has been done.
 
         Raises CollectiveError once ranks have gathered different units, where that is compared.
         """
-        if bucket.index not in unit.works:
+        if group[0].index not in unit.works:
             label = None if unit.works or not self._labels_gathers else unit.index
             if self._mismatch is not None:
                 raise CollectiveError(self._mismatch)
             if self._compares_labels and label is not None:
                 self._compare_labels(unit)
-            whole = self._shards.flat(self._shards.layout.sections[bucket.section])[bucket.start : bucket.stop]
-            if self._frozen is not None and (row := self._shards.encoded_row(bucket)) is not None:
+            flat = self._shards.flat(self._shards.layout.sections[group[0].section])
+            wholes = [flat[bucket.start : bucket.stop] for bucket in group]
+            if self._frozen is not None and (row := self._shards.encoded_row(group[0])) is not None:
+                (whole,) = wholes
                 with torch.no_grad():
-                    unit.works[bucket.index] = (
+                    unit.works[group[0].index] = (
                         self._frozen.gather_into(whole, row, self._shards.parameter_home, label),
                     )
                 return
             is_near = self.secondary.has(unit.name) and not unit.is_exact
             source = self.secondary if is_near else self._shards
             with torch.no_grad():
-                mine, brought = source.outgoing(bucket, whole)
-            updated = self._take_updated(bucket)
+                mine, brought = zip(*map(source.outgoing, group, wholes), strict=True)
+            arrivals = [*brought, *map(self._take_updated, group)]
             far = self._exact if unit.is_exact else self._communicator
             ranks = self.secondary.communicator if is_near else far
-            with torch.no_grad(), brought.ahead(), updated.ahead():
-                work = ranks.all_gather_into(whole, mine, label)
+            with torch.no_grad(), ExitStack() as ahead:
+                for arrival in arrivals:
+                    ahead.enter_context(arrival.ahead())
+                work = gather_together(ranks, wholes, mine, label)
             # The gather of one rank does nothing, or copies where it is queued, and its work waits for nothing.
-            unit.works[bucket.index] = work, brought, updated
+            unit.works |= {bucket.index: () for bucket in group}
+            unit.works[group[0].index] = work, *arrivals
 
     def wait(self, unit: GatheredUnit, why: str) -> None:
         """Wait until every bucket, all of them launched, is gathered; raise CollectiveError if ranks don't meet."""
@@ -266,8 +273,14 @@ class UnitMemory:
             self._by_storage[_address(self._shards.flat(section))] = unit
 
 
-def partitioned_units(shards: Shards, parameters: Mapping[str, nn.Parameter]) -> Iterator[GatheredUnit]:
-    """Yield the units of a layout that have partitioned parameters, with those parameters."""
+def partitioned_units(
+    shards: Shards, parameters: Mapping[str, nn.Parameter], most_gathered: int = 0
+) -> Iterator[GatheredUnit]:
+    """Yield the units of a layout that have partitioned parameters, with those parameters.
+
+    most_gathered: the elements that one gather of several buckets moves at the most.  What is stored encoded has a
+    row for each bucket, and is gathered so.
+    """
     by_unit: dict[str, list[Section]] = {}
     for section in shards.layout.sections:
         if section.partitioned:
@@ -281,6 +294,11 @@ def partitioned_units(shards: Shards, parameters: Mapping[str, nn.Parameter]) ->
             tuple(parameters[slot.spec.name] for slot in slots),
             frozenset(slot.spec.name for slot in slots if slot.spec.trainable),
             releases_early=all(section.trainable for section in sections),
+            gathers=tuple(
+                group
+                for section in sections
+                for group in neighbours(section.buckets, 0 if shards.is_encoded(section) else most_gathered)
+            ),
         )
 
 

@@ -39,7 +39,7 @@ def rounded(codec: BlockCodec, row: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gather(rank: int, num_nodes: int, per_node: int, dtype: torch.dtype, seed: int | None) -> list[Tensor]:
-    """Gather weights over one hop, in place over two hops, and whole numbers."""
+    """Gather weights over one hop, in place over two hops, twice by one call, and whole numbers."""
     axes, size = node_axes(rank, num_nodes, per_node, seed=seed), num_nodes * per_node
     two = TwoHopCommunicator(axes.inside, axes.across, axes.whole, axes.pool)
     outputs = [torch.full((size * NUMEL,), -99, dtype=dtype) for _ in range(2)]
@@ -56,6 +56,10 @@ def gather(rank: int, num_nodes: int, per_node: int, dtype: torch.dtype, seed: i
     ranks = torch.empty(size, dtype=torch.int64)
     QuantizedGather(two, WEIGHTS, axes.pool).all_gather_into(ranks, torch.tensor([rank])).wait()
     assert ranks.tolist() == list(range(size))
+    several = [torch.full((size * NUMEL,), -99, dtype=dtype) for _ in range(2)]
+    both = QuantizedGather(two, WEIGHTS, axes.pool).all_gather_coalesced(several, [drawn(rank, NUMEL, dtype)] * 2, 3)
+    both.wait()
+    outputs += several
     axes.check_finished()
     return outputs
 

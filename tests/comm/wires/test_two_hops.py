@@ -49,6 +49,9 @@ def everything(rank: int, num_nodes: int, per_node: int, dtype: torch.dtype) -> 
     found["gather in place"] = torch.full_like(long, -99)
     found["gather in place"][mine] = short
     axis.all_gather_into(found["gather in place"], found["gather in place"][mine], 3).wait()
+    several = [torch.empty_like(long), long.new_empty(size)]
+    axis.all_gather_coalesced(several, [short, short[:1]], 4).wait()
+    found["gather of several"], found["its second"] = several
     found["scatter"] = torch.empty_like(short)
     axis.reduce_scatter_into(found["scatter"], long).wait()
     assert torch.equal(long, whole_numbers(rank, size * NUMEL, dtype)), "a reduce-scatter leaves its input"
@@ -86,6 +89,8 @@ def test_every_collective_has_the_results_of_one_hop(num_nodes: int, per_node: i
         expected = {
             "gather": short.flatten(),
             "gather in place": short.flatten(),
+            "gather of several": short.flatten(),
+            "its second": short[:, 0],
             "scatter": long.sum(0)[mine],
             "scatter in place": in_place,
             "exchange": long.view(size, size, NUMEL)[:, rank].flatten(),

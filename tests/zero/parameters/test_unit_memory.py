@@ -31,7 +31,9 @@ def make_memory(rank: int, *, autograd_retains_memory: bool = False) -> tuple[nn
     return layer, UnitMemory(shards, communicator, autograd_retains_memory=autograd_retains_memory), shards
 
 
-def make_shards(zero: ZeroConfig, rank: int, partitions: int, host: HostHome | None = None) -> tuple[nn.Linear, Shards]:
+def make_shards(
+    zero: ZeroConfig, rank: int, partitions: int, host: HostHome | None = None, bucket: int = 1000
+) -> tuple[nn.Linear, Shards]:
     torch.manual_seed(2)
     layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     parameters = dict(layer.named_parameters())
@@ -39,7 +41,7 @@ def make_shards(zero: ZeroConfig, rank: int, partitions: int, host: HostHome | N
         attach_handle(parameter, name, Nobody())
     plan = resolve(zero, PrecisionConfig(precision="fp64"))
     placed = [Slot(spec_of(name, p), p.dtype, True, 0) for name, p in parameters.items()]
-    layout = build_layout([Unit("layer", tuple(parameters))], placed, LayoutRules(partitions, 1000))
+    layout = build_layout([Unit("layer", tuple(parameters))], placed, LayoutRules(partitions, bucket))
     return layer, Shards(plan, layout, rank, parameters, host=host)
 
 
@@ -56,7 +58,7 @@ def states_on_rank(rank: int) -> None:
         assert unit.state is UnitState.PARTITIONED and flat.untyped_storage().nbytes() == 0
         memory.allocate(unit)
         for bucket in (*unit.buckets, *unit.buckets):  # a second launch of a bucket does nothing
-            memory.launch(unit, bucket)
+            memory.launch(unit, [bucket])
         assert unit.state is UnitState.IN_FLIGHT and flat.untyped_storage().nbytes() == NUMEL * 8
         assert memory.live_numel == NUMEL
         memory.wait(unit, f"turn {turn}")
@@ -73,20 +75,22 @@ def test_states_of_a_unit() -> None:
     run_ranks(2, states_on_rank)
 
 
-def test_one_rank_waits_for_what_comes_from_host_memory() -> None:
+@pytest.mark.parametrize("bucket", [1000, 16])
+def test_one_rank_waits_for_what_comes_from_host_memory(bucket: int) -> None:
     """Its gather has nothing to do, and so its work ends before the copy has been made."""
     torch.manual_seed(2)
     expected = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     with late_copies(waits_ahead=False):
         host = HostHome(torch.device("cpu"))
     zero = ZeroConfig(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")
-    layer, shards = make_shards(zero, 0, 1, host)
+    layer, shards = make_shards(zero, 0, 1, host, bucket)
     memory = UnitMemory(shards, LocalCommunicator(), autograd_retains_memory=False)
-    (unit,) = partitioned_units(shards, dict(layer.named_parameters()))
+    (unit,) = partitioned_units(shards, dict(layer.named_parameters()), 1000)
     memory.attach(unit)
     memory.allocate(unit)
-    for bucket in unit.buckets:
-        memory.launch(unit, bucket)
+    (together,) = unit.gathers
+    assert together == list(unit.buckets) and len(together) == (1 if bucket == 1000 else 2)
+    memory.launch(unit, together)
     memory.wait(unit, "a use")
     assert torch.equal(shards.flat(unit.sections[0])[:25].view(WIDTH, WIDTH), expected.weight)
 
@@ -99,7 +103,7 @@ def shared_on_rank(rank: int) -> None:
         memory.attach(unit)
         memory.allocate(unit)
         for bucket in unit.buckets:
-            memory.launch(unit, bucket)
+            memory.launch(unit, [bucket])
         memory.wait(unit, why)
         flat = shards.flat(unit.sections[0])
         values = flat.clone()
