@@ -1,12 +1,15 @@
 """Measures the host's update of states in host memory beside the memory bandwidth of the same threads.
 
-    python benchmarks/host_update.py [--threads 1 2] [--output FILE.md]
+    python benchmarks/host_update.py [--threads 1 2] [--state ELEMENTS] [--output FILE.md]
 
 The update is AdamW on a flat run, as the engine calls it (`megazero/optim/inner.py`): it reads gradients, master
 weights and two moments, and writes the last three.  Memory bandwidth is the better one of two loops of torch's over as
 many bytes: a copy (one read, one written) and a sum (two read, one written).  All bytes are counted that a call names;
 that a cache reads a line before it is written counts for none.  Sizes go from what the caches hold to what they don't;
 calls take turns, and the fastest counts, as whatever else the machine does only adds to a time.
+
+With --state the runs of a size are the sub-groups of a state, updated one after the other as in a step, and both loops
+go over all of it: where the state is larger than the caches, so is memory what all of them reach.
 
 One thread is what a rank of a CPU job has (OMP_NUM_THREADS=1); ranks of one machine share its bandwidth.
 """
@@ -42,29 +45,35 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, nargs="+", default=[1, 2], help="threads of the process (default: 1 2)")
     sizes = [1 << power for power in (14, 17, 20, 23, 26)]
     add("--sizes", type=int, nargs="+", default=sizes, help="elements of a run (default: 16 Ki to 64 Mi)")
+    add("--state", type=int, help="elements of the state whose sub-groups are runs (default: one run)")
     add("--budget", type=float, default=1.5, help="seconds for the turns of a size (default: 1.5)")
     return parser.parse_args(words)
 
 
-def measure(_: Place, threads: int, sizes: Sequence[int], budget: float) -> dict[int, Rates]:
+def measure(_: Place, threads: int, sizes: Sequence[int], state: int | None, budget: float) -> dict[int, Rates]:
     """Measure all calls at every size, with so many threads."""
     torch.set_num_threads(threads)
-    return {numel: rates(numel, budget) for numel in sizes}
+    return {numel: rates(numel, (state or numel) // numel, budget) for numel in sizes}
 
 
-def rates(numel: int, budget: float) -> Rates:
-    """Return the bytes a second of an update of so many elements, for each dtype of gradients, and of both loops."""
-    master, first, second = (torch.rand(numel) for _ in range(3))
+def rates(numel: int, number: int, budget: float) -> Rates:
+    """Return the bytes a second of updates of runs of so many elements, for each dtype of gradients, and of both loops.
+
+    number: the runs of a state.
+    """
+    state = number * numel
+    master, first, second = (torch.rand(state) for _ in range(3))
     step = torch.ones(())
     inputs = StepInputs(1e-4, torch.ones((), dtype=torch.float64), None).for_masters(master.dtype)
-    buffers = FusedBuffers(4 * numel, _CPU)
+    buffers, optimizer = FusedBuffers(4 * numel, _CPU), FusedAdamW(_SETTINGS)
     calls: dict[str, tuple[Callable[[], object], int]] = {}
     for name, dtype in _DTYPES.items():
-        run = ElementRun(master, torch.rand(numel).to(dtype), {"exp_avg": first, "exp_avg_sq": second}, group=1)
-        update = partial(FusedAdamW(_SETTINGS).update, 0, run, step, inputs, buffers=buffers)
-        calls[name] = update, run.gradient.nbytes + 6 * master.nbytes
-    calls["copy"] = partial(copy, *first.new_zeros(2, 2 * numel)), 16 * numel
-    calls["sum"] = partial(add, *first.new_zeros(3, 4 * numel // 3)), 12 * (4 * numel // 3)
+        whole = ElementRun(master, torch.rand(state).to(dtype), {"exp_avg": first, "exp_avg_sq": second}, group=1)
+        runs = [whole.part(start, start + numel) for start in range(0, state, numel)]
+        updates = [partial(optimizer.update, 0, run, step, inputs, buffers=buffers) for run in runs]
+        calls[name] = partial(in_turn, updates), whole.gradient.nbytes + 6 * master.nbytes
+    calls["copy"] = partial(copy, *first.new_zeros(2, 2 * state)), 16 * state
+    calls["sum"] = partial(add, *first.new_zeros(3, 4 * state // 3)), 12 * (4 * state // 3)
     taken: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + budget
     while len(taken["sum"]) < _AT_LEAST or (time.perf_counter() < end and len(taken["sum"]) < _AT_MOST):
@@ -74,6 +83,11 @@ def rates(numel: int, budget: float) -> Rates:
             call()
             taken[name].append(time.perf_counter() - start)
     return {name: nbytes / min(taken[name]) for name, (_, nbytes) in calls.items()}
+
+
+def in_turn(updates: Sequence[Callable[[], object]]) -> None:
+    for update in updates:
+        update()
 
 
 def copy(target: Tensor, source: Tensor) -> Tensor:
@@ -123,12 +137,17 @@ def body_of(kept: Mapping[str, Any]) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     options = parse_arguments(words)
     found = {
-        threads: run_job(1, measure, threads, options.sizes, options.budget, device="cpu")[0]
+        threads: run_job(1, measure, threads, options.sizes, options.state, options.budget, device="cpu")[0]
         for threads in options.threads
     }
     kept = new_record("host_update", "cpu", model="AdamW", precision="fp32", world_size=1, systems=systems(found))
-    about = "The fastest calls; the bandwidth is the better one of a copy and a sum by the same threads:"
-    publish([heading("The host's update", "cpu"), paragraph(about), body_of(kept)], options.output, kept)
+    about = "The fastest calls; the bandwidth is the better one of a copy and a sum by the same threads"
+    of_state = (
+        f"; runs are the sub-groups of {_count(options.state)} elements, updated in turn" if options.state else ""
+    )
+    publish(
+        [heading("The host's update", "cpu"), paragraph(f"{about}{of_state}:"), body_of(kept)], options.output, kept
+    )
     return 0
 
 

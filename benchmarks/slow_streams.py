@@ -44,7 +44,7 @@ PHASES: Mapping[str, str] = MappingProxyType(
 # {the engine's function that waits: what it waits for}.
 REASONS: Mapping[str, str] = MappingProxyType(
     {
-        "unreduced._release": "a gradient's departure",
+        "shards.keep_gradient": "a gradient's departure",
         "unreduced.send": "sums that come back to be added to",
         "unreduced.settle": "the last gradients, before the norm",
         "homes.load": "memory of narrowed weights",

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from host_update import main, systems
+from host_update import main, rates, systems
 
 
 def test_the_share_is_of_the_better_loop() -> None:
@@ -15,10 +15,26 @@ def test_the_share_is_of_the_better_loop() -> None:
     assert rows["2 threads, 2 Ki, bf16"]["median_step_seconds"] == pytest.approx(2048 * 26 / 2e9)
 
 
+def test_sub_groups_of_a_state_are_updated_in_turn() -> None:
+    assert rates(16, 4, 0.0).keys() == {"bf16", "fp32", "copy", "sum"}
+
+
 @pytest.mark.gloo
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["host_update.py"])
-    words = ["--sizes", "64", "4096", "--threads", "1", "--budget", "0", "--output", str(tmp_path / "out.md")]
+    words = [
+        "--sizes",
+        "64",
+        "4096",
+        "--threads",
+        "1",
+        "--budget",
+        "0",
+        "--state",
+        "8192",
+        "--output",
+        str(tmp_path / "out.md"),
+    ]
     assert main(words) == 0
     page, record = (tmp_path / "out.md").read_text(), json.loads((tmp_path / "out.json").read_text())
     assert capsys.readouterr().out == page
