@@ -7,6 +7,7 @@
     reads past the cache    O_DIRECT (Linux), where the file system has it too
     memory of a process     sysconf and the control group's limit; 0 where neither has one
     most memory resident    getrusage, in KiB or in bytes (macOS); 0 where python has no resource
+    threads of low urgency  Linux's SCHED_BATCH, or the policy of all others
 
 Windows is refused (`megazero.interrupts`).
 """
@@ -16,6 +17,8 @@ import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # A container's share of time: "QUOTA PERIOD" in microseconds of all cores together; "max" where there is no limit.
@@ -140,6 +143,25 @@ def peak_resident_bytes() -> int:
     except ImportError:
         return 0
     return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def batch_threads() -> Iterator[None]:
+    """Let the threads that start in the block not interrupt others when they wake (Linux's SCHED_BATCH).
+
+    They run on a core that is free, or once the time of the thread that runs has passed.  A thread inherits the policy
+    of the one that starts it; a policy that the process was started with stays.
+    """
+    is_ordinary = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER
+    if is_ordinary:
+        with suppress(OSError):  # a container may refuse the call
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        if is_ordinary:
+            with suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _posix_lock(file: int, command: int) -> bool:

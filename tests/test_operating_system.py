@@ -5,6 +5,7 @@ import fcntl
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support.mounts import ext4_disk, free_bytes, small_disk
 
 from megazero import operating_system
 from megazero.operating_system import (
+    batch_threads,
     bypass_page_cache,
     free_space,
     lock_file,
@@ -47,6 +49,34 @@ def test_a_nameless_file_is_zeros_that_no_folder_holds(
         assert os.fstat(file).st_blocks == 0, "memory is used where it is written"
     finally:
         os.close(file)
+
+
+@pytest.mark.parametrize("way", ["ordinary", "idle", "refused", "missing"])
+def test_threads_of_a_block_have_the_batch_policy_where_there_is_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that the process was started with stays; the caller has its own afterwards."""
+    given, batch, policies = os.SCHED_IDLE if way == "idle" else os.SCHED_OTHER, os.SCHED_BATCH, []
+
+    def begin() -> None:
+        policies.append(os.sched_getscheduler(0))
+
+    def caller() -> None:  # a thread, whose policy ends with it
+        os.sched_setscheduler(0, given, os.sched_param(0))
+        if way == "refused":
+            monkeypatch.setattr(os, "sched_setscheduler", refuse)
+        elif way == "missing":
+            monkeypatch.delattr(os, "SCHED_BATCH")
+        with batch_threads():
+            run_in_thread(begin)
+        begin()
+
+    run_in_thread(caller)
+    assert policies == [batch if way == "ordinary" else given, given]
+
+
+def run_in_thread(target: Callable[[], None]) -> None:
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
 
 
 def refuse(*words: object) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store, _get_default_store
 
 from megazero.comm.mesh import ACROSS_GATHERING, GATHERING, INSIDE_GATHERING, SHARD_GATHERING, channel_keys
+from megazero.operating_system import batch_threads
 from megazero.parallel.topology import ACROSS, AXES, ENDS, INSIDE, REPLICAS, SECONDARY, SHARDS, Topology
 
 # {key: axis} of what ZeRO uses where it partitions over a part of the data-parallel axis, and where what it sends takes
@@ -199,7 +200,13 @@ def gloo_maker(limits: Limits) -> GlooMaker:
 
 
 def _gloo_devices() -> Sequence[Any]:
-    """Return gloo devices for the interfaces that torch would take: those that GLOO_SOCKET_IFNAME names, or its own."""
+    """Return gloo devices for the interfaces that torch would take: those that GLOO_SOCKET_IFNAME names, or its own.
+
+    A thread that sends holds the connection's lock.  If the message wakes a device's thread and that takes the core at
+    once, the answer finds the lock held, and the device of the sender asks for it without a pause until the sender has
+    a core again.  So devices wait for a core.
+    """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    made = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
-    return made or [dist.ProcessGroupGloo.create_default_device()]
+    with batch_threads():
+        made = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+        return made or [dist.ProcessGroupGloo.create_default_device()]

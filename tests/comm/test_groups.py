@@ -1,5 +1,8 @@
 """Tests of a mesh's process groups: the list that all ranks share, and how gloo and NCCL make groups from it."""
 
+import os
+import sys
+import threading
 from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.processes import run_ranks
 
+from megazero.comm import groups
 from megazero.comm.groups import Limits, Split, SplitMaker, group_maker, make_groups, splits
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.memory.fused_buffers import FusedBuffers
@@ -69,6 +73,24 @@ def shared_devices(rank: int) -> tuple[int, int, int]:
 @pytest.mark.gloo
 def test_all_gloo_groups_of_a_mesh_share_one_device() -> None:
     assert run_ranks(4, shared_devices) == [(6, 1, 0)] * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the policy is Linux's")
+def test_threads_of_gloo_do_not_interrupt_the_one_that_computes() -> None:
+    """They have the batch policy, the thread that makes them keeps its own."""
+    found = []
+
+    def make_devices() -> None:  # in a thread, since tests have another policy than programs
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        before = set(os.listdir("/proc/self/task"))
+        devices = groups._gloo_devices()
+        made = set(os.listdir("/proc/self/task")) - before
+        found.extend(os.sched_getscheduler(thread) for thread in (*map(int, made), 0) if devices)
+
+    thread = threading.Thread(target=make_devices)
+    thread.start()
+    thread.join()
+    assert found == [os.SCHED_BATCH, os.SCHED_OTHER]
 
 
 def made_by_members(rank: int) -> list[float]:

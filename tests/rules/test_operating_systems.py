@@ -11,7 +11,16 @@ MODULES = {"fcntl", "resource", "termios", "pty", "grp", "msvcrt", "winreg"}
 CALLS = (
     *("sched_getaffinity", "sched_setaffinity", "memfd_create", "eventfd", "pidfd_open", "posix_fadvise"),
     *("posix_fallocate", "copy_file_range", "splice", "sendfile", "getrandom", "setns", "unshare", "lockf"),
-    *("O_TMPFILE", "O_DIRECT", "O_NOATIME", "O_PATH", "epoll", "pthread_getcpuclockid", "MAP_POPULATE"),
+    *(
+        "sched_setscheduler",
+        "O_TMPFILE",
+        "O_DIRECT",
+        "O_NOATIME",
+        "O_PATH",
+        "epoll",
+        "pthread_getcpuclockid",
+        "MAP_POPULATE",
+    ),
 )
 # Files of Linux's that are read where they are there.
 PATHS = {

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 MISSING_MODULES = ("fcntl", "resource")
 MISSING_CALLS = (
     *("O_DIRECT", "memfd_create", "pidfd_open", "posix_fadvise", "posix_fallocate"),
-    *("sched_getaffinity", "sched_setaffinity"),
+    *("sched_getaffinity", "sched_setaffinity", "sched_getscheduler", "sched_setscheduler", "SCHED_BATCH"),
 )
 # {module: the name that it has for a path of Linux's}
 MISSING_PATHS = {"owner": "_PROCESSES", "operating_system": "_QUOTA", "tensor_parallel.onednn": "_PROCESSOR"}
