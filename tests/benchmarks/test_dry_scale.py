@@ -25,12 +25,16 @@ def figures(dp: int, **settings: Any) -> dict[str, Any]:
 # The limit is a multiple of all numbers of ranks, so that none rounds it.
 @pytest.mark.parametrize(("stage", "limit"), [(1, None), (2, 1 << 21), (3, None), (3, 1 << 21)])
 def test_calls_and_messages_of_a_step_do_not_grow_with_the_ranks(stage: int, limit: int | None) -> None:
-    """Buckets are as many at every size; with more ranks a rank has parts of fewer parameters in each."""
+    """With more ranks a rank has parts of fewer parameters in each bucket.
+
+    In stage 3 buckets are as many at every size; below, many ranks lay small units out together, and have fewer.
+    """
     found = {dp: figures(dp, zero_stage=stage, reduce_bucket_size=limit) for dp in SIZES}
     buckets, calls = ([one[key] for one in found.values()] for key in ("buckets", "calls"))
     messages = [messages_of(one) for one in found.values()]
-    assert len(set(buckets)) == 1 and all(one == messages[0] for one in messages)
-    assert calls[0] == max(calls) and min(calls) > 0
+    assert buckets[0] == buckets[1] and messages[0] == messages[1] and calls[0] == max(calls) and min(calls) > 0
+    assert (buckets[2] == buckets[0]) if stage == 3 else (buckets[2] < buckets[0])
+    assert all(number <= messages[0][key] for key, number in messages[2].items())
 
 
 def messages_of(one: dict[str, Any]) -> dict[tuple[str, str], int]:
@@ -40,7 +44,8 @@ def messages_of(one: dict[str, Any]) -> dict[tuple[str, str], int]:
 def test_buckets_grow_with_the_ranks_unless_a_limit_is_given() -> None:
     few, many = figures(2, hidden_size=8192), figures(64, hidden_size=8192)
     section = 12 * 8192 * 8192 // 8
-    assert few["bucket_numel"] == 2**24 < 2**25 == many["bucket_numel"] < section
-    assert many["buckets"] < few["buckets"] and many["buffer_bytes"] == 2 * few["buffer_bytes"]
+    assert 2**23 < few["bucket_numel"] <= 2**24 < many["bucket_numel"] <= 2**25 < section
+    assert many["buckets"] < few["buckets"] and many["buffer_bytes"] > 1.5 * few["buffer_bytes"]
     limited = figures(64, hidden_size=8192, reduce_bucket_size=2**24)
-    assert [limited[key] for key in ("buckets", "bucket_numel")] == [few[key] for key in ("buckets", "bucket_numel")]
+    assert limited["buckets"] == few["buckets"]
+    assert limited["bucket_numel"] == pytest.approx(few["bucket_numel"], rel=1e-3)  # rounded by the ranks

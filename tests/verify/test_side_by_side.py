@@ -107,8 +107,8 @@ def one_element_wrong(method: Callable[..., Any], output: Tensor, input: Tensor)
     return method(output, input)
 
 
-def one_element_received_wrong(method: Callable[..., Any], output: Tensor, input: Tensor) -> Any:
-    method(output, input).wait()
+def one_element_received_wrong(method: Callable[..., Any], output: Tensor, *arguments: Any) -> Any:
+    method(output, *arguments).wait()
     output[0] += 1e-3  # the other rank has sent this element
     return CompletedWork()
 

@@ -64,7 +64,7 @@ def test_every_layout_is_one_step_late(cell: Cell, corpus: str, late: History) -
 @pytest.mark.gloo
 def test_a_gather_of_buckets_some_of_which_are_late(corpus: str) -> None:
     """What the device has is updated at once, and its neighbours in the gather, which the host has, a step late."""
-    mixed = {**HOST, "offload_optimizer_ratio": 0.5, "reduce_bucket_size": 1000}
+    mixed = {**HOST, "offload_optimizer_ratio": 0.5, "reduce_bucket_size": 6000}
     cells = [
         Cell(steps=STEPS, dp=2, stage=2, settings={**mixed, **most}) for most in ({}, {"allgather_bucket_size": 10**9})
     ]
