@@ -46,6 +46,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 TESTS = Path(__file__).resolve().parent
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IS_OF_RANKS = pytest.StashKey[bool]()  # whether the test's file has tests that start ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The short files come last, so that processes which share out the files end at about the same time.
     long_files = {item.path for item in items if item.get_closest_marker("gloo")}
     items.sort(key=lambda item: item.path not in long_files)
+    for item in items:
+        item.stash[_IS_OF_RANKS] = item.path in long_files
     needy = [item for item in items if item.get_closest_marker("cuda")]
     if needy and not _has_gpu():
         for item in needy:
@@ -97,6 +100,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for number, handler in before:
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+    if nextitem is not None and item.stash[_IS_OF_RANKS] and not nextitem.stash[_IS_OF_RANKS]:
+        # Ranks that wait for calls have threads of gloo, which wake a hundred times a second: a quarter of the time.
+        from support.processes import close_pools
+
+        close_pools()
     if nextitem is not None and nextitem.path != item.path:
         # What a file's tests leave behind lives on: modules, caches, reports.  Every run of a program ends with a
         # collection, which would go through all of it: over a second each, towards the end of the tests.

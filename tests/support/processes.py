@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -274,6 +274,7 @@ def _next_message(connection: Connection) -> bytes | None:
 
 
 def _answer(rank: int, head: bytes, body: bytes) -> _Reply:
+    before = set(_groups())
     try:
         fn = _find(*pickle.loads(head))
         payload = pickle.dumps(fn(rank, *pickle.loads(body)))
@@ -282,6 +283,17 @@ def _answer(rank: int, head: bytes, body: bytes) -> _Reply:
         return _Reply(True, payload)
     except BaseException:
         return _Reply(False, traceback.format_exc().encode())
+    finally:
+        # Each group that torch makes has a device with a thread, which wakes a hundred times a second for good.  Those
+        # of device meshes stay, since torch's caches of sharded products refer to them.
+        for group in set(_groups()) - before:
+            if not group.group_desc.startswith("mesh_"):
+                dist.destroy_process_group(group)
+
+
+def _groups() -> Iterable[dist.ProcessGroup]:
+    """Return the process groups that torch has registered."""
+    return dist.distributed_c10d._world.pg_map
 
 
 def _find(module_name: str, file: str, qualified_name: str) -> Callable[..., Any]:
