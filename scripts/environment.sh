@@ -73,8 +73,11 @@ ensure_environment() {
     say "installing torch and what megazero needs besides"
     install_pinned &
     local pinned=$!
-    install_torch || fail "torch could not be installed; see pip's message above (no network? use --no-install)"
+    local torch=present
+    install_torch || torch=absent
     wait "$pinned"
+    [[ "$torch" == present ]] ||
+        fail "torch could not be installed; see pip's message above (no network? use --no-install)"
     say "installing megazero and its tools"
     # Meanwhile another core compiles what every run imports of torch.
     env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c 'import torch.distributed.tensor, torch._inductor.compile_fx' \

@@ -15,7 +15,7 @@ def test_an_environment_without_pip_is_completed(tmp_path: Path) -> None:
     shutil.copy(ROOT / "setup.py", root)
     python = sys._base_executable  # an environment's own python makes its copies
     subprocess.run([python, "-m", "venv", "--without-pip", root / ".venv"], check=True)
-    install = "install_torch() { .venv/bin/python -m pip --version; false; }"
+    install = "install_pinned() { :; }; install_torch() { .venv/bin/python -m pip --version; false; }"
     program = f"source scripts/environment.sh; {install}; ensure_environment"
     done = subprocess.run(
         ["bash", "-c", program], cwd=root, env={"PATH": "/usr/bin:/bin", "PYTHON": python},
