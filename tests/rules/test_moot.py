@@ -67,6 +67,12 @@ PARALLEL: Settings = {"tensor_model_parallel_size": 2}
 SHARED_CASES = (
     Case("prefetch_bucket_size", 100, ERROR, {}, STAGE_3),
     Case("prefetch_bucket_size", 100, ERROR, {**STAGE_3, "overlap_comm": False}, STAGE_3),
+    Case("allgather_bucket_size", 900, ERROR, {"zero_stage": 0, "reduce_bucket_size": 800}, {"zero_stage": 0}),
+    Case(
+        *("allgather_bucket_size", 900, ERROR),
+        {"zero_stage": 2, "reduce_bucket_size": 800, "allgather_partitions": False},
+        {"zero_stage": 2, "reduce_bucket_size": 800},
+    ),
     Case("param_persistence_threshold", 100, ERROR, {"zero_stage": 2}, STAGE_3),
     Case("param_persistence_threshold", 100, ERROR, {**STAGE_3, "model_persistence_threshold": 0}, STAGE_3),
     Case(
@@ -417,7 +423,7 @@ clip_grad precision
 tensor_model_parallel_size pipeline_model_parallel_size
 distributed_backend distributed_timeout_minutes device zero_stage
 distributed_join_timeout_minutes distributed_timeout_seconds_after_init
-reduce_bucket_size allgather_bucket_size overlap_comm contiguous_gradients ignore_unused_parameters
+reduce_bucket_size overlap_comm contiguous_gradients ignore_unused_parameters
 sub_group_size communication_data_type gradient_predivide_factor recompute_granularity logits_chunk_bytes
 train_weighted_split_paths valid_weighted_split_paths test_weighted_split_paths pad_vocab_size_to fim_data
 data_path train_data_path valid_data_path test_data_path data_skip_samples mock_data tokenizer_type num_workers
