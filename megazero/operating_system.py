@@ -152,9 +152,10 @@ def batch_threads() -> Iterator[None]:
     They run on a core that is free, or once the time of the thread that runs has passed.  A thread inherits the policy
     of the one that starts it; a policy that the process was started with stays.
     """
-    is_ordinary = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER
-    if is_ordinary:
-        with suppress(OSError):  # a container may refuse the call
+    is_ordinary = False
+    with suppress(OSError):  # a container may refuse the calls
+        is_ordinary = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER
+        if is_ordinary:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield

@@ -51,18 +51,22 @@ def test_a_nameless_file_is_zeros_that_no_folder_holds(
         os.close(file)
 
 
-@pytest.mark.parametrize("way", ["ordinary", "idle", "refused", "missing"])
+@pytest.mark.parametrize("way", ["ordinary", "idle", "refused", "hidden", "missing"])
 def test_threads_of_a_block_have_the_batch_policy_where_there_is_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that the process was started with stays; the caller has its own afterwards."""
     given, batch, policies = os.SCHED_IDLE if way == "idle" else os.SCHED_OTHER, os.SCHED_BATCH, []
 
+    policy = os.sched_getscheduler
+
     def begin() -> None:
-        policies.append(os.sched_getscheduler(0))
+        policies.append(policy(0))
 
     def caller() -> None:  # a thread, whose policy ends with it
         os.sched_setscheduler(0, given, os.sched_param(0))
         if way == "refused":
             monkeypatch.setattr(os, "sched_setscheduler", refuse)
+        elif way == "hidden":
+            monkeypatch.setattr(os, "sched_getscheduler", refuse)
         elif way == "missing":
             monkeypatch.delattr(os, "SCHED_BATCH")
         with batch_threads():
