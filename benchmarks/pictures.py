@@ -56,6 +56,7 @@ TINY: Mapping[str, Any] = {
     "vocab_size": 500,
 }
 REPLICAS = 64
+FEW_REPLICAS = 16  # of the tiny model, whose units more ranks lay out together
 
 
 def step_of_stage(stage: int, shape: Mapping[str, Any], replicas: int) -> StepMemory:
@@ -140,15 +141,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the pictures")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
     arguments = parser.parse_args(words)
-    shape = TINY if arguments.small else SHAPE
+    shape, replicas = (TINY, FEW_REPLICAS) if arguments.small else (SHAPE, REPLICAS)
     arguments.output.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
     if arguments.metrics_file is not None:
         loss = curve_parts(LOSS_TITLE, loss_lines(read_history(arguments.metrics_file)))
         drawn["loss"] = picture(*CURVES_SIZE, loss, label="loss of the quickstart")
     model = "a tiny GPT" if arguments.small else "GPT-2 1.5B"
-    title = f"Memory of one of {REPLICAS} ranks through a step by ZeRO stage: {model}, bf16, blocks recomputed"
-    drawn["memory-by-stage"] = memory_picture([step_of_stage(stage, shape, REPLICAS) for stage in range(4)], title)
+    title = f"Memory of one of {replicas} ranks through a step by ZeRO stage: {model}, bf16, blocks recomputed"
+    drawn["memory-by-stage"] = memory_picture([step_of_stage(stage, shape, replicas) for stage in range(4)], title)
     width, height, parts = layout_parts(Topology(tp=2, dp=4, pp=2), Nodes((8, 8)))
     drawn["layout"] = picture(width, height, parts, label="a layout of 16 ranks on 2 nodes")
     for name, svg in drawn.items():

@@ -34,7 +34,10 @@ def test_calls_and_messages_of_a_step_do_not_grow_with_the_ranks(stage: int, lim
     messages = [messages_of(one) for one in found.values()]
     assert buckets[0] == buckets[1] and messages[0] == messages[1] and calls[0] == max(calls) and min(calls) > 0
     assert (buckets[2] == buckets[0]) if stage == 3 else (buckets[2] < buckets[0])
-    assert all(number <= messages[0][key] for key, number in messages[2].items())
+    assert all(
+        (number == messages[0][key]) if stage == 3 else (number <= messages[0][key])
+        for key, number in messages[2].items()
+    )
 
 
 def messages_of(one: dict[str, Any]) -> dict[tuple[str, str], int]:
@@ -44,7 +47,8 @@ def messages_of(one: dict[str, Any]) -> dict[tuple[str, str], int]:
 def test_buckets_grow_with_the_ranks_unless_a_limit_is_given() -> None:
     few, many = figures(2, hidden_size=8192), figures(64, hidden_size=8192)
     section = 12 * 8192 * 8192 // 8
-    assert 2**23 < few["bucket_numel"] <= 2**24 < many["bucket_numel"] <= 2**25 < section
+    assert few["bucket_numel"] == pytest.approx(section / 7, rel=1e-3), "a block is 6 times 2^24 elements, and biases"
+    assert 2**24 < many["bucket_numel"] <= 2**25 < section
     assert many["buckets"] < few["buckets"] and many["buffer_bytes"] > 1.5 * few["buffer_bytes"]
     limited = figures(64, hidden_size=8192, reduce_bucket_size=2**24)
     assert limited["buckets"] == few["buckets"]

@@ -25,10 +25,9 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(words) == 0
     drawn = {file.name: file for file in (tmp_path / "drawn").iterdir()}
     assert sorted(drawn) == sorted(file.name for file in PICTURES.iterdir()) and len(drawn) == 3
-    # Stages of ZeRO keep less and less.  Of so small a model 64 ranks lay all units out together, one bucket, which
-    # stage 2 has no shorter than stage 1.
+    # Each stage of ZeRO keeps less than the one before, whatever else a step needs.
     peaks = [text.partition("peak ")[2] for text in texts(drawn["memory-by-stage.svg"]) if text.startswith("stage ")]
-    assert len(peaks) == 4 and peaks[1] == peaks[2] and len(set(peaks)) == 3
+    assert len(set(peaks)) == len(peaks) == 4
     assert texts(drawn["layout.svg"]) == texts(PICTURES / "layout.svg")
     assert "Loss, nats per token" in texts(drawn["loss.svg"])
     for file in (*drawn.values(), *PICTURES.iterdir()):
