@@ -44,7 +44,7 @@ def machine(**changes: object) -> Hardware:
         "kernel_seconds": 3 * US,
         "fused": 0.5,
     }
-    return Hardware(**{**given, **changes})  # type: ignore[arg-type]
+    return Hardware(**{**given, **changes})
 
 
 def product(m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 0) -> Operation:
@@ -162,7 +162,7 @@ MIB = 2**20
     ],
 )
 def test_collectives_by_hand(collective: str, group: Group, algorithm: str, seconds: float) -> None:
-    found = collective_seconds(machine(), collective, MIB, group, algorithm)  # type: ignore[arg-type]
+    found = collective_seconds(machine(), collective, MIB, group, algorithm)
     assert found == pytest.approx(seconds, rel=1e-12)
 
 

@@ -42,7 +42,7 @@ MACHINE = Hardware(
     kernels={"memory": constant(1.0)},
     links={"inside": SECOND, "across": Link(5.0, constant(1e30)), "host": Link(2.0, constant(1e30)), "disk": SECOND},
 )
-FORWARD, BACKWARD, UPDATE = (Where(phase, "") for phase in ("forward", "backward", "update"))  # type: ignore[arg-type]
+FORWARD, BACKWARD, UPDATE = (Where(phase, "") for phase in ("forward", "backward", "update"))
 
 
 def kernel(seconds: int, where: Where = FORWARD, home: Any = "device") -> Compute:

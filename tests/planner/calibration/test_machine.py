@@ -86,7 +86,8 @@ def test_repeated_kernels_have_a_rate_by_kind_and_a_tiny_step_has_a_host() -> No
     found = repeated_kernels(meter, torch.float32)
     assert {"memory", "functions", "norms", "reductions", "optimizer", "attention"} == found.keys()
     assert [len(found[kind].points) for kind in ("memory", "attention")] == [2, 1]
-    assert 0 < host_seconds_of_a_tiny_step(meter) < 0.01
+    start = time.perf_counter()
+    assert 0 < host_seconds_of_a_tiny_step(meter) < (time.perf_counter() - start) / 50  # a step has more kernels
 
 
 def slow_second(rank: int) -> tuple[float, float]:

@@ -49,13 +49,14 @@ def test_rates_by_kind_order_and_name() -> None:
 
 
 def test_all_kernels_of_steps_have_a_rate() -> None:
+    start = time.perf_counter()
     found = kernels_in_training(GroupStopwatch(Place(0, 1, CPU, LocalCommunicator()), EFFORT))
     assert found.kernels.keys() == {"memory", "functions", "norms", "reductions", "optimizer", "attention"}
     assert found.by_order.keys() == {"columns"}
     smallest, largest = found.products.points[0][0], found.products.points[-1][0]
     assert 8 <= smallest < 32  # attention of 16 tokens in heads of 16
     assert 32 < largest < 64  # 16 tokens by 32 by 128
-    assert 0 < found.host_seconds < 0.01
+    assert 0 < found.host_seconds < (time.perf_counter() - start) / 50  # a step has more kernels
 
 
 def measured_messages(rank: int) -> dict[str, list[float]]:
@@ -94,6 +95,5 @@ def test_a_message_takes_its_start_and_its_wait() -> None:
     later.wait()
     first, second = meter.taken
     assert (first.begun.collective, first.begun.nbytes, second.begun.nbytes) == ("all_reduce", 32, 16)
-    assert first.seconds >= 0.02
-    assert second.before >= 0.03 > first.before
-    assert second.seconds >= 0.05
+    assert second.before >= 0.03
+    assert all(taken.seconds >= taken.before + 0.02 for taken in (first, second))

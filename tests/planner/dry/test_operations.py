@@ -15,7 +15,7 @@ from megazero.planner.trace import Operation
 
 class _Calls(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operations = Operations()
         self.found: list[Operation] = []
 

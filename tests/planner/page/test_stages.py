@@ -19,7 +19,7 @@ STEPS = [
 
 
 def simulated(*stages: list[object]) -> StepTime:
-    times = simulate(stages, draws=True)  # type: ignore[arg-type]
+    times = simulate(stages, draws=True)
     return StepTime(max(stage.end for stage in times), times)
 
 
