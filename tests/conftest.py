@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from support.disks import skipped_fsync
 
 # What is written is to outlive the process, which it does without fsync; that it outlives the machine, no test can see.
 # Waiting for disks took up to two thirds of the time of tests that save.  What needs the disk itself calls fdatasync.
-os.fsync = lambda descriptor: None
+os.fsync = skipped_fsync
 
 # A busy machine must not fail a property test: by default hypothesis fails an example that takes over 200 ms.
 settings.register_profile("megazero", deadline=None)

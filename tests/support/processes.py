@@ -40,6 +40,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from support.disks import skipped_fsync
 from support.late_communicator import late_mesh, unfinished
 
 from megazero.comm import groups
@@ -256,7 +257,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stacks
         # Each device has a thread that wakes a hundred times a second: the meshes of a worker share one.
         devices = groups._gloo_devices()
         groups._gloo_devices = lambda: devices
-        os.fsync = lambda descriptor: None  # as in the process of the tests: see conftest.py
+        os.fsync = skipped_fsync  # as in the process of the tests: see conftest.py
         gc.freeze()  # what torch and megazero hold stays, and going through it took an eighth of the tests' time
         while (head := _next_message(connection)) is not None:
             reply = _answer(rank, head, connection.recv_bytes())
