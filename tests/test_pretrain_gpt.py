@@ -87,7 +87,7 @@ def test_a_run_goes_on_with_other_corpora_length_and_batch(
     )
     length = {"mock_data": None, "max_position_embeddings": "16", "split": "1"}
     assert run_here(flags(tmp_path, **length, data_path=first), monkeypatch) == 0
-    assert open_checkpoint(tmp_path / "saved").progress["corpora"]["start"] == 0  # type: ignore[index,call-overload]
+    assert open_checkpoint(tmp_path / "saved").progress["corpora"]["start"] == 0
     others = {"data_path": f"0.5 {first} 0.5 {second}", "seq_length": "8", "global_batch_size": "16"}
     assert run_here(flags(tmp_path, **length, **others, train_iters="6"), monkeypatch) == 0
     assert (
@@ -95,7 +95,7 @@ def test_a_run_goes_on_with_other_corpora_length_and_batch(
         " 1 begin; 0 are read no more\n" in capsys.readouterr().out
     )
     checkpoint = open_checkpoint(tmp_path / "saved")
-    place = Stretch.from_json(checkpoint.progress["corpora"])  # type: ignore[arg-type]
+    place = Stretch.from_json(checkpoint.progress["corpora"])
     assert (place.start, place.seq_length, checkpoint.progress["consumed_samples"]) == (32, 8, 64)
     assert sorted(reading[2:] for reading in place.readings.values()) == [(8, 0, 0, 0), (16, 0, 32, 0)]
     assert run_here(flags(tmp_path, **length, **others, seed="9"), monkeypatch) == 2

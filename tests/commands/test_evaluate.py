@@ -94,7 +94,7 @@ def test_figures_are_those_of_transformers(tmp_path: Path, precision: str, strid
     assert last["perplexity"] == pytest.approx(math.exp(-mean), rel=100 * tolerance)
     right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
     for each in QUESTIONS:
-        found = [(choice, score(str(each["context"]), f" {choice}")) for choice in each["choices"]]  # type: ignore[attr-defined]
+        found = [(choice, score(str(each["context"]), f" {choice}")) for choice in each["choices"]]
         for name, size in (("acc", lambda _: 1), ("acc_norm", len), ("acc_bytes", lambda text: len(text.encode()))):
             values = [value / size(choice) for choice, value in found]
             right[name].append(values.index(max(values)) == each["label"])

@@ -55,7 +55,7 @@ def test_lengths_grow_as_deepspeed_says(line: dict[str, int]) -> None:
     root = {} if line["degree"] == 1 else {"curriculum_root_degree": line["degree"]}
     config = CurriculumConfig(
         curriculum_learning=True,
-        curriculum_schedule=style,  # type: ignore[arg-type]
+        curriculum_schedule=style,
         curriculum_min_seqlen=line["least"],
         curriculum_max_seqlen=line["most"],
         curriculum_steps=line["total"],
@@ -162,6 +162,6 @@ def test_a_schedule_in_tokens_counts_those_of_its_rows() -> None:
     ],
 )
 def test_lengths_that_no_schedule_has(settings: dict[str, object], given: str, legal: str) -> None:
-    problem = read_curriculum(CurriculumConfig(curriculum_learning=True, **settings), 16)  # type: ignore[arg-type]
+    problem = read_curriculum(CurriculumConfig(curriculum_learning=True, **settings), 16)
     assert isinstance(problem, Problem)
     assert problem.given.startswith(given) and legal in problem.legal and problem.rule

@@ -58,7 +58,7 @@ class Texts:
         row: list[int] = [eod or 0] * (k % 2)  # an empty document in front
         for number in range(k, k + 9):
             row += self.tokenizer.encode(TEXTS[number % len(TEXTS)])
-            row += [file if number % 3 == 0 else eod]  # type: ignore[list-item]
+            row += [file if number % 3 == 0 else eod]
         return np.array(row[: LENGTH + 1], np.int64)
 
 

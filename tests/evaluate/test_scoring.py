@@ -43,7 +43,7 @@ def saved(folder: Path, **changes: object) -> dict[str, Tensor]:
 
 def expected(weights: dict[str, Tensor], requests: list[Request], stride: int) -> list[Likelihood]:
     def next_logits(ids: object) -> Tensor:
-        return reference.logits(weights, torch.tensor([list(ids)]))[0, -1]  # type: ignore[call-overload]
+        return reference.logits(weights, torch.tensor([list(ids)]))[0, -1]
 
     return [likelihood(next_logits, each.ids, each.start, length=LENGTH, stride=stride) for each in requests]
 

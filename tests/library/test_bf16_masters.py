@@ -49,7 +49,7 @@ def values(model: nn.Module) -> list[Tensor]:
 def plain() -> tuple[list[Tensor], list[Tensor]]:
     """Train a plain bf16 model; return its parameters and its second moments."""
     model = make_model().bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True, **PARAMS)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True, **PARAMS)
     for step in range(4):
         loss_of(model, batch(step)).backward()
         optimizer.step()

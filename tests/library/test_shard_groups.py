@@ -80,7 +80,7 @@ def states(rank: int, stage: int, folder: Path) -> None:
     def step_both(step: int, engine: DataParallelEngine) -> None:
         take_step(engine, step)
         optimizer.zero_grad()
-        (sum(loss_of(plain, step, other) for other in range(4)) / 4).backward()  # type: ignore[union-attr]
+        (sum(loss_of(plain, step, other) for other in range(4)) / 4).backward()
         optimizer.step()
 
     def compare(engine: DataParallelEngine) -> None:
