@@ -106,7 +106,6 @@ def configure(case: Case, options: argparse.Namespace) -> RunConfig:
         "micro_batch_size": case.micro_batch,
         "global_batch_size": case.degree * case.micro_batch,
         "reduce_bucket_size": options.bucket_size,
-        "allgather_bucket_size": options.bucket_size,
         "logits_chunk_bytes": MIB,
     }
     return configuration(settings, case.degree)

@@ -139,7 +139,6 @@ def configure(case: str, options: argparse.Namespace) -> RunConfig:
             "vocab_size": options.vocab_size,
             "micro_batch_size": options.micro_batch_size,
             "reduce_bucket_size": options.bucket_size,
-            "allgather_bucket_size": options.bucket_size,
         },
         1,
     )

@@ -99,7 +99,6 @@ def configure(name: str, num_layers: int, options: argparse.Namespace) -> RunCon
         "micro_batch_size": options.micro_batch_size,
         "global_batch_size": DATA_PARALLEL * options.micro_batch_size,
         "reduce_bucket_size": options.bucket_size,
-        "allgather_bucket_size": options.bucket_size,
         "logits_chunk_bytes": MIB,
     }
     return configuration(settings, WORLD_SIZE)

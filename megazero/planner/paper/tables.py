@@ -19,7 +19,7 @@ from megazero.planner.words import read_run
 GB = 1e9
 _STATES = ("parameters", "gradients", "master", "moments")
 _HIDDEN, _LENGTH = 4096, 1024
-_ONE_BUCKET = ("--reduce-bucket-size", str(1 << 41), "--allgather-bucket-size", str(1 << 41))
+_ONE_BUCKET = ("--reduce-bucket-size", str(1 << 41))
 _SIZES = MappingProxyType({"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12})
 # {ranks: {model: GB of Pos, Pos+g, Pos+g+p}}, table 1.
 TABLE_1: Mapping[int, Mapping[str, tuple[float, float, float]]] = MappingProxyType(
