@@ -27,6 +27,7 @@ def rewrite(folder: Path, **changes: Any) -> str:
     return str(record["layout"])
 
 
+@pytest.mark.long
 def test_the_draw_follows_from_its_seed() -> None:
     drawn = sample(40, 1, 2)
     assert drawn == sample(40, 1, 2) != sample(40, 2, 2)

@@ -132,6 +132,7 @@ def test_a_plan_is_a_page_and_json() -> None:
         assert words in page
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not PEAK.is_file(), reason="the system does not tell a peak that can be set back")
 def test_a_large_module_is_planned_in_little_memory() -> None:
     """Of 8.6 billion parameters, whose model states are 137 GB, on 64 ranks."""

@@ -41,6 +41,7 @@ def faster(machine: Hardware, times: float) -> Hardware:
     )
 
 
+@pytest.mark.long
 @each(
     ("words", "world", "machine"),
     [

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_an_environment_without_pip_is_completed(tmp_path: Path) -> None:
     """An environment without pip, as Debian's python makes it without python3-venv, gets pip; no torch is installed."""
     root = tmp_path / "my project"

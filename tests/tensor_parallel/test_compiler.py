@@ -77,6 +77,7 @@ def test_nothing_waits_where_files_cannot_be_locked(made: str, tmp_path: Path) -
     assert time.monotonic() - began < 5.0
 
 
+@pytest.mark.long
 def test_every_graph_is_compiled_in_a_turn_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward are two graphs; another shape makes others, and the same one finds its own lock again."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -302,6 +302,7 @@ def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:
     assert [(line["loss"], line["grad_norm"]) for line in quiet] == [(line["loss"], line["grad_norm"]) for line in loud]
 
 
+@pytest.mark.long
 def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Path) -> None:
     """A resumed run equals an uninterrupted one to the bit, in dropout, learning rate and metrics file too."""
     settings: dict[str, Any] = {
@@ -324,6 +325,7 @@ def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Pat
             assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("damage", "own"), [("data", True), ("data", False), ("manifest", True)])
 def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(tmp_path: Path, damage: str, own: bool) -> None:
     """It is the run that stayed, to the bit; only in its own folder are damaged checkpoints renamed."""
@@ -867,6 +869,7 @@ def test_ranks_hold_the_whole_model_between_them(written: Path) -> None:
 # --- saving beside training -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "keep_last": 2}, {"exit_interval": 4}], ids=str)
 def test_a_run_saves_the_same_beside_training(settings: dict[str, Any], tmp_path: Path) -> None:
     """Every checkpoint is that of a run which waits, to the bit, and a run goes on from it."""

@@ -38,6 +38,7 @@ def advice() -> Advice:
     return advise(search(), [Nodes((2, 2))], limit=Limit(3, 1e9))
 
 
+@pytest.mark.long
 def test_commands_are_those_of_the_layouts(advice: Advice) -> None:
     text = list(lines(advice))
     assert max(map(len, text)) <= 100
@@ -74,6 +75,7 @@ def test_the_json_has_all_of_it(advice: Advice) -> None:
     assert [row["step_seconds"] for row in found["fastest"]] == sorted(row["step_seconds"] for row in found["fastest"])
 
 
+@pytest.mark.long
 def test_nothing_fits_a_device_that_is_full_of_its_context() -> None:
     found = advise(search(0.5e9), [Nodes((2, 2))])
     text = "\n".join(lines(found))
