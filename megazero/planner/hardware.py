@@ -15,7 +15,7 @@ Numbers follow the one grammar of values (`megazero/config/values.py`); what is 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -92,6 +92,14 @@ class Link:
     rates: Curve
     collectives: Mapping[str, Mapping[int, Curve]] = field(default_factory=lambda: _NONE)
 
+    def times(self, factor: float) -> "Link":
+        """Return the link that is so many times as fast."""
+        collectives = {
+            kind: {ranks: curve.times(factor) for ranks, curve in by_ranks.items()}
+            for kind, by_ranks in self.collectives.items()
+        }
+        return Link(self.latency_seconds / factor, self.rates.times(factor), collectives)
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -111,6 +119,8 @@ class Hardware:
     overlap_cost: the share of a message's time by which it delays what the device computes beside it: 0 to 1.
     at_once: the devices of a node that can work at full speed at the same time: fewer than there are where processes
     share cores.
+    held_out: by how many times all rates here are slower than measured one by one, since steps that gave no rates took
+    so many times what these had predicted.
     error: the relative error that a predicted step is expected to have, two times out of three.
     """
 
@@ -134,6 +144,7 @@ class Hardware:
     operators: Mapping[str, Curve] = field(default_factory=lambda: _NONE)
     overlap_cost: float = 0.0
     at_once: float = 0.0
+    held_out: float = 1.0
     error: float = 0.3
 
     @property
@@ -167,6 +178,23 @@ class Hardware:
         everyone = max(self.devices_per_node / at_once, 1.0)
         return everyone / max(min(num_working, self.devices_per_node) / at_once, 1.0)
 
+    def at_speed(self, speed: float) -> "Hardware":
+        """Return the machine whose devices compute so many times as fast."""
+        if speed == 1.0:
+            return self
+        return replace(
+            self,
+            matrix={name: one.times(speed) for name, one in self.matrix.items()},
+            kernels={kind: curve.times(speed) for kind, curve in self.kernels.items()},
+            operators={name: curve.times(speed) for name, curve in self.operators.items()},
+            host_seconds=self.host_seconds / speed,
+        )
+
+    def slowed(self, times: float) -> "Hardware":
+        """Return the machine on which kernels, the host and messages take so many times as long, as `held_out`."""
+        links = {kind: self.links[kind].times(1 / times) for kind in ("inside", "across")}
+        return replace(self.at_speed(1 / times), links={**self.links, **links}, held_out=self.held_out * times)
+
 
 def _slowness(name: str) -> int:
     return FORMATS.index(name) if name in FORMATS else len(FORMATS)
@@ -189,6 +217,7 @@ _SCALARS: Mapping[str, FieldInfo] = by_name(
     parameter("fused", "float", 1.0, gt=0, le=1),
     parameter("overlap_cost", "float", 0.0, ge=0, le=1),
     parameter("at_once", "float", 0.0, ge=0),
+    parameter("held_out", "float", 1.0, gt=0),
     parameter("error", "float", 0.3, gt=0, lt=1),
 )
 _RATE = parameter("rates", "float", None, gt=0)

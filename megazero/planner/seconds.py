@@ -170,7 +170,7 @@ def step_time(
     # Where processes share cores, one that waits for another stage leaves its own to it: the speed that fits the share
     # that works.  The ranks of a stage wait for a message all at once, while it takes up the cores.
     for _ in range(1 if hardware.speed(1) == 1.0 else 4):
-        costs = _Costs(_at_speed(hardware, speed), fuses=fuses)
+        costs = _Costs(hardware.at_speed(speed), fuses=fuses)
         steps = _steps_of(job, costs, hardware, order, part)
         found = simulate(steps, asynchronous=hardware.is_asynchronous, overlap_cost=hardware.overlap_cost, draws=draws)
         end = max(stage.end for stage in found)
@@ -178,19 +178,6 @@ def step_time(
         working = 1.0 - idle / end / len(found) if end else 1.0
         speed = hardware.speed(max(round(working * hardware.devices_per_node), 1))
     return StepTime(max(stage.end for stage in found), found)
-
-
-def _at_speed(hardware: Hardware, speed: float) -> Hardware:
-    """Return the machine whose devices compute so many times as fast."""
-    if speed == 1.0:
-        return hardware
-    return replace(
-        hardware,
-        matrix={name: one.times(speed) for name, one in hardware.matrix.items()},
-        kernels={kind: curve.times(speed) for kind, curve in hardware.kernels.items()},
-        operators={name: curve.times(speed) for name, curve in hardware.operators.items()},
-        host_seconds=hardware.host_seconds / speed,
-    )
 
 
 def _steps_of(job: JobTrace, costs: _Costs, hardware: Hardware, order: Order, part: Part) -> Iterator[Iterator[Step]]:

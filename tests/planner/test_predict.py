@@ -66,3 +66,15 @@ def test_a_machine_that_is_twice_as_fast_in_everything_takes_half_as_long(words:
     assert forecast_of(skipping).seconds.value == pytest.approx(0.6 * once.seconds.value)
     assert once.flops == flops_per_token(plan.job.config.model, vocab_size=64)
     assert {"forward", "backward", "update"} <= once.step.parts().keys()
+
+
+@each(
+    ("words", "world"), [("--zero-stage 3", 2), ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 4)]
+)
+def test_held_out_steps_slow_every_part_of_a_step_on_a_cpu(words: str, world: int) -> None:
+    plan = planned(words, world, replace(MACHINES["cpu"], host_seconds=1e-5))
+    before = forecast_of(plan)
+    after = forecast_of(replace(plan, hardware=plan.hardware.slowed(1.25)))
+    assert after.step.seconds == pytest.approx(1.25 * before.step.seconds, rel=1e-6)
+    assert after.step.parts() == pytest.approx({name: 1.25 * part for name, part in before.step.parts().items()})
+    assert plan.hardware.slowed(1.25).slowed(1.2).held_out == pytest.approx(1.5)

@@ -1,7 +1,8 @@
 """Measures the machine that it runs on, as `hardware.py` describes one.
 
 Every process of a job measures at the same time, so that what they share (cores, memory, links) is as busy as in
-training.  On a CPU kernels, messages and the host's share are those of training steps (`training.py`).  On a GPU
+training.  On a CPU kernels, messages and the host's share are those of training steps (`training.py`), and all rates
+are made slower by what steps held out take beyond their prediction.  On a GPU
 kernels are torch's own, repeated, with the shapes of a transformer's, a figure is the slowest process's, messages are
 those of the project's communicators, and the host's share is a step of a tiny GPT, whose kernels take no time.  Bytes
 and operations are counted as in a dry run (`dry/operations.py`), so that a plan costs them by measures.
@@ -27,7 +28,7 @@ from megazero.parallel.threads import use_cpu_threads
 from megazero.parallel.topology import Topology
 from megazero.planner.calibration.links import at_once, link_inside, link_to_files, link_to_host, overlap_cost
 from megazero.planner.calibration.measuring import ON_A_GPU, Effort, GroupStopwatch, Place, SmallModel, kernels_of
-from megazero.planner.calibration.training import SmallTraining, kernels_in_training
+from megazero.planner.calibration.training import SmallTraining, held_out, kernels_in_training
 from megazero.planner.curves import Curve, constant
 from megazero.planner.hardware import Hardware, Matrix, to_yaml
 
@@ -90,7 +91,7 @@ def measured(place: Place, effort: Effort, *, name: str, report: Report) -> Hard
         kernel_seconds, host_seconds = 0.0, training.host_seconds
     report("messages")
     inside = link_inside(meter)
-    return Hardware(
+    found = Hardware(
         name=name,
         source=f"megazero plan --calibrate on {place.size} processes, torch {torch.__version__}",
         device="cuda" if device.type == "cuda" else "cpu",
@@ -107,6 +108,10 @@ def measured(place: Place, effort: Effort, *, name: str, report: Report) -> Hard
         at_once=at_once(meter),
         error=meter.effort.error,
     )
+    if device.type == "cuda":
+        return found
+    report("steps that give no rates")
+    return found.slowed(held_out(meter, found))
 
 
 def _formats(device: torch.device) -> dict[str, torch.dtype]:

@@ -34,7 +34,8 @@ class Effort:
     seconds: of one repetition at the least.  repetitions: of each measurement.
     sizes: cube roots of m n k of products.  lengths: tokens of a sequence of attention.  nbytes: of what other kernels
     move.  messages: bytes of messages; the last one is the size of copies and files too.
-    models: those whose training steps are timed on a CPU, the smallest first.
+    models: those whose training steps are timed on a CPU, the smallest first.  held_out: those whose steps are compared
+    with what the others' figures predict.
     error: of predictions from these figures, relative.
     """
 
@@ -53,8 +54,14 @@ class Effort:
         SmallModel(256, 4, 128, 4, 4096),
         SmallModel(256, 8, 256, 2, 512, dropout=0.1),
         SmallModel(512, 8, 64, 1, 4096),
+        SmallModel(512, 8, 64, 1, 16384, layers=1),
         SmallModel(512, 8, 256, 2, 512),
         SmallModel(768, 12, 128, 4, 4096, layers=1),
+    )
+    held_out: tuple[SmallModel, ...] = (
+        SmallModel(128, 4, 128, 2, 4096, layers=4),
+        SmallModel(256, 8, 128, 2, 16384, layers=4),
+        SmallModel(512, 8, 128, 1, 512, layers=4),
     )
     error: float = 0.15
 
@@ -68,7 +75,8 @@ class Effort:
             lengths=self.lengths[::3],
             messages=self.messages[::3],
             nbytes=self.nbytes[::3],
-            models=self.models[::5],
+            models=self.models[::6],
+            held_out=self.held_out[:1],
             error=2 * self.error,
         )
 
@@ -133,7 +141,7 @@ class GroupStopwatch:
             run()
         times = self._calls(run, is_on=is_on)
         found = [self._once(run, times, is_on=is_on) for _ in range(self.effort.repetitions)]
-        return self._slowest(sorted(found)[len(found) // 4] if is_on else 0.0)
+        return self.slowest(sorted(found)[len(found) // 4] if is_on else 0.0)
 
     def times(self, run: Callable[[], object]) -> list[float]:
         """Return the seconds of single calls on this process, each of which all processes begin together."""
@@ -150,7 +158,7 @@ class GroupStopwatch:
         """Return the number of calls that take the least seconds of a repetition, the same on all processes."""
         times = 1
         while times < 1 << 16:
-            seconds = self._slowest(self._time(run, times) if is_on else 0.0)
+            seconds = self.slowest(self._time(run, times) if is_on else 0.0)
             if seconds >= self.effort.seconds:
                 break
             times = max(2 * times, min(int(times * self.effort.seconds / max(seconds, 1e-7)), 16 * times))
@@ -172,7 +180,8 @@ class GroupStopwatch:
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
 
-    def _slowest(self, figure: float) -> float:
+    def slowest(self, figure: float) -> float:
+        """Return the largest of the processes' figures."""
         value = torch.tensor([figure], dtype=torch.float64, device=self.place.device)
         self.place.world.all_reduce_scalars(value, "max").wait()
         return value.item()

@@ -4,16 +4,19 @@ A kernel that is repeated finds its operands in the caches and its result's memo
 finds every thread of every rank awake.  In training the caches hold what other kernels have touched, and ranks come to
 a message at different moments, from computing.  A CPU runs its kernels while the host waits, so each can be timed in
 its place.  All processes train at once, each a model of its own where kernels are timed, so that nothing is sent.
+
+What is left over has no rate of its own: processes that wait for the slowest, caches that a message's copy has filled,
+a host that is slower beside large kernels.  So steps of other models, in layouts of all processes, are *held out*: they
+give no rates, and by what they take beyond their prediction all rates are made slower (`held_out`).
 """
 
 import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.comm.faults.flight_record import Begun
@@ -24,16 +27,24 @@ from megazero.comm.startup import make_mesh
 from megazero.config.run import RunConfig
 from megazero.config.validate import validate
 from megazero.config.values import RawValue
-from megazero.data.loader import MicroBatch, StepBatch
+from megazero.data.loader import build_step_batch
+from megazero.data.mock import MockSamples
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.parallel.topology import Topology
+from megazero.parallel.nodes import Nodes
 from megazero.planner.calibration.measuring import GroupStopwatch, Place, SmallModel
 from megazero.planner.costs import kind_of, product_size
 from megazero.planner.curves import Curve, Measurement, pooled
 from megazero.planner.dry.operations import Operations
+from megazero.planner.dry.rank import DryJob
+from megazero.planner.hardware import Hardware
+from megazero.planner.job_plan import make_plan
+from megazero.planner.predict import forecast_of
 from megazero.planner.trace import Operation
-from megazero.train.build import build_components, step_context
+from megazero.train.build import batch_layout, build_components, step_context
+from megazero.train.start.check import topology
 from megazero.train.step import StepControls, training_step
+
+_T = TypeVar("_T")
 
 _WARM_UP = 2  # steps, the first of which makes moments and buffers
 _MICRO_BATCHES = 2  # the first writes gradients, the others add to them
@@ -69,8 +80,8 @@ class _Timed(TorchDispatchMode):
         self._steps.append(defaultdict(list))
 
     def calls(self) -> list[tuple[Operation, int, float]]:
-        """Return each kernel, the number of its calls in a step, and their seconds in the faster half of the steps."""
-        steps = sorted(self._steps, key=lambda step: sum(map(sum, step.values())))[: _half(len(self._steps))]
+        """Return each kernel, the number of its calls in a step, and their seconds in the middle half of the steps."""
+        steps = _middle_half(sorted(self._steps, key=lambda step: sum(map(sum, step.values()))))
         return [
             (operation, len(times), statistics.mean(sum(step[operation]) for step in steps))
             for operation, times in self._steps[-1].items()
@@ -88,8 +99,8 @@ class _Timed(TorchDispatchMode):
         return result
 
 
-def _half(number: int) -> int:
-    return (number + 1) // 2
+def _middle_half(ordered: Sequence[_T]) -> Sequence[_T]:
+    return ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
 
 
 class _Taken(NamedTuple):
@@ -144,26 +155,21 @@ class _ClockedWork:
 
 
 class SmallTraining:
-    """The training of a small model on this process: alone, or with `tp - 1` others over the tensor-parallel axis.
+    """The training of a small model: on this process alone, or together with all others in a layout.
 
-    partitions: parameters are partitioned, so that they are gathered.
+    settings: of the run, by name, beside the model's.
     """
 
-    def __init__(
-        self, place: Place, model: SmallModel, *, tp: int = 1, splits_sequence: bool = False, partitions: bool = False
-    ) -> None:
-        config = _run(model, tp=tp, splits_sequence=splits_sequence, partitions=partitions)
+    def __init__(self, place: Place, model: SmallModel, *, together: bool = False, **settings: Any) -> None:
+        world_size, rank = (place.size, place.rank) if together else (1, 0)
+        self.config = _run(model, world_size, settings)
         buffers = FusedBuffers(0, place.device)
         self.meter = ClockedMeter()
-        layout = Topology(tp=tp, dp=place.size // tp) if tp > 1 else Topology()
-        rank = place.rank if tp > 1 else 0
-        mesh = make_mesh(layout, rank, place.device, buffers, meter=self.meter)
-        core = build_components(config, mesh, buffers, vocab_size=model.vocabulary)
-        self.model = core.model
-        self._engine, self._context = core.engine, step_context(config, core)
-        shape = (_MICRO_BATCHES, 2, model.micro_batch, model.length)
-        tokens = torch.randint(model.vocabulary, shape, generator=torch.Generator().manual_seed(0))
-        self._batch = StepBatch(0, [MicroBatch(n, inputs, labels, None) for n, (inputs, labels) in enumerate(tokens)])
+        mesh = make_mesh(topology(self.config, world_size), rank, place.device, buffers, meter=self.meter)
+        core = build_components(self.config, mesh, buffers, vocab_size=model.vocabulary)
+        self._engine, self._context = core.engine, step_context(self.config, core)
+        samples = MockSamples(model.vocabulary, model.length, seed=0)
+        self._batch = build_step_batch(samples, 0, batch_layout(self.config, mesh, eod=None))
 
     def step(self) -> None:
         """Take one step."""
@@ -173,14 +179,16 @@ class SmallTraining:
         self._engine.close()
 
 
-def _run(model: SmallModel, *, tp: int, splits_sequence: bool, partitions: bool) -> RunConfig:
+def _run(model: SmallModel, world_size: int, settings: Mapping[str, Any]) -> RunConfig:
+    tp, pp = (settings.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline"))
     given: dict[str, Any] = {
         **{"num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads},
         **{"seq_length": model.length, "vocab_size": model.vocabulary, "precision": "fp32"},
-        **{"micro_batch_size": model.micro_batch, "global_batch_size": model.micro_batch * _MICRO_BATCHES},
+        **{"micro_batch_size": model.micro_batch},
+        **{"global_batch_size": model.micro_batch * _MICRO_BATCHES * (world_size // tp // pp)},
         **{"hidden_dropout": model.dropout, "attention_dropout": model.dropout},
-        **{"tensor_model_parallel_size": tp, "sequence_parallel": splits_sequence, "zero_stage": 3 * partitions},
-        **{"mock_data": True, "compile": "off", "eval_iters": 0, "train_iters": 10, "lr": 1e-4},
+        **{"mock_data": True, "compile": "off", "eval_iters": 0, "train_iters": 10, "lr": 1e-4, "zero_stage": 0},
+        **settings,
     }
     outcome = validate({name: RawValue(name, value, name) for name, value in given.items()})
     assert outcome.config is not None, outcome.problems
@@ -192,7 +200,8 @@ def kernels_in_training(meter: GroupStopwatch) -> InTraining:
     measured: list[tuple[Operation, int, float]] = []
     hosts: list[float] = []
     for place, model in enumerate(meter.effort.models):
-        training = SmallTraining(meter.place, model, partitions=place % 2 == 1)
+        settings: dict[str, Any] = {"zero_stage": 3 * (place % 2)}
+        training = SmallTraining(meter.place, model, **settings)
         for _ in range(_WARM_UP):
             training.step()
         plain, timed = list[float](), _Timed()
@@ -208,9 +217,7 @@ def kernels_in_training(meter: GroupStopwatch) -> InTraining:
         meter.times(both)
         training.close()
         calls = timed.calls()
-        whole, *seconds = meter.average(
-            [statistics.mean(sorted(plain)[: _half(len(plain))]), *(one for _, _, one in calls)]
-        )
+        whole, *seconds = meter.average([statistics.mean(_middle_half(sorted(plain))), *(one for _, _, one in calls)])
         measured += [(operation, count, one) for (operation, count, _), one in zip(calls, seconds, strict=True)]
         hosts.append(max(whole - sum(seconds), 0.0) / sum(count for _, count, _ in calls))
     return rates_of(measured, statistics.median(hosts))
@@ -247,7 +254,8 @@ def messages_in_training(meter: GroupStopwatch, tp: int) -> Mapping[str, Curve]:
     points: dict[str, list[Measurement]] = defaultdict(list)
     models = [model for model in meter.effort.models if not model.dropout and model.heads % tp == 0]
     for model, splits_sequence in itertools.product(models, (False, True)):
-        training = SmallTraining(meter.place, model, tp=tp, splits_sequence=splits_sequence)
+        settings = {"tensor_model_parallel_size": tp, "sequence_parallel": splits_sequence}
+        training = SmallTraining(meter.place, model, together=True, **settings)
         for _ in range(_WARM_UP):
             training.step()
         training.meter.taken.clear()
@@ -264,3 +272,31 @@ def messages_in_training(meter: GroupStopwatch, tp: int) -> Mapping[str, Curve]:
                 sent = sent_bytes(cast(Collective, kind), nbytes, tp)
                 points[kind].append((nbytes, count * sent, seconds))
     return {kind: pooled(each) for kind, each in points.items()}
+
+
+def held_out(meter: GroupStopwatch, hardware: Hardware) -> float:
+    """Return what steps without a part in the rates take, as a multiple of what these predict: the median of them.
+
+    A step's figure is what a user finds: the median of its repetitions, on the slowest process.
+    """
+    place, found = meter.place, []
+    for model in meter.effort.held_out:
+        for settings in _layouts(model, place.size):
+            training = SmallTraining(place, model, together=True, **settings)
+            for _ in range(_WARM_UP):
+                training.step()
+            seconds = meter.slowest(statistics.median(meter.times(training.step)))
+            training.close()
+            job = DryJob(training.config, model.vocabulary, Nodes((place.size,)), is_gpu=False)
+            plan = make_plan(job, hardware, parts=("start-up", "first step", "steady step"))
+            found.append(seconds / forecast_of(plan).step.seconds)
+    return statistics.median(found)
+
+
+def _layouts(model: SmallModel, size: int) -> Iterator[dict[str, Any]]:
+    """Yield the settings of layouts of all processes that a model can be trained in."""
+    yield from ({"zero_stage": stage} for stage in (1, 3))
+    if size > 1 and model.heads % size == 0:
+        yield from ({"tensor_model_parallel_size": size, "sequence_parallel": splits} for splits in (False, True))
+    if size > 1 and model.layers % size == 0:
+        yield {"pipeline_model_parallel_size": size}

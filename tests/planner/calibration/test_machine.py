@@ -24,6 +24,7 @@ LEAST = Effort(
     messages=(1 << 10, 1 << 14),
     nbytes=(1 << 12, 1 << 14),
     models=(SmallModel(32, 2, 16, 1, 64),),
+    held_out=(SmallModel(32, 2, 16, 1, 64),),
 )
 
 
@@ -46,6 +47,7 @@ def test_two_processes_find_one_machine() -> None:
     assert found.links["inside"].collectives.keys() == set(COLLECTIVES)
     assert all(curves.keys() == {2} for curves in found.links["inside"].collectives.values())
     assert found.host_seconds > 0
+    assert found.held_out > 0 and found.held_out != 1
     assert 0 <= found.overlap_cost <= 1
     assert 1 <= found.at_once <= 2
     assert "--calibrate on 2 processes" in found.source

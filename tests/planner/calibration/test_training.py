@@ -10,11 +10,19 @@ from support.processes import mesh_in_worker, run_ranks
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.planner.calibration.measuring import Effort, GroupStopwatch, Place, SmallModel
-from megazero.planner.calibration.training import ClockedMeter, kernels_in_training, messages_in_training, rates_of
+from megazero.planner.calibration.training import (
+    ClockedMeter,
+    held_out,
+    kernels_in_training,
+    messages_in_training,
+    rates_of,
+)
+from megazero.planner.machines import MACHINES
 from megazero.planner.trace import Operand, Operation, Order
 
 CPU = torch.device("cpu")
-EFFORT = Effort(0.0001, 2, models=(SmallModel(32, 2, 16, 1, 64), SmallModel(32, 2, 16, 1, 64, dropout=0.1)))
+SMALL = SmallModel(32, 2, 16, 1, 64)
+EFFORT = Effort(0.0001, 2, models=(SMALL, SMALL._replace(dropout=0.1)), held_out=(SMALL,))
 
 
 def kernel(name: str, nbytes: int, flops: int = 0, order: Order = "rows") -> Operation:
@@ -71,6 +79,20 @@ def test_messages_of_steps_have_rates_by_collective() -> None:
     assert first.keys() == {"all_reduce", "all_gather", "reduce_scatter"}
     activations = 4 * 16 * 32
     assert any(abs(size / activations - 1) < 0.01 for size in first["all_gather"])
+
+
+def held_out_on(rank: int, size: int) -> tuple[float, float]:
+    world = LocalCommunicator() if size == 1 else mesh_in_worker(rank, dp=size).world
+    meter = GroupStopwatch(Place(rank, size, CPU, world), EFFORT)
+    return held_out(meter, MACHINES["cpu"]), held_out(meter, MACHINES["cpu"].slowed(1e-6))
+
+
+@pytest.mark.gloo
+def test_steps_that_are_held_out_are_compared_with_their_prediction() -> None:
+    for found in ([held_out_on(0, 1)], run_ranks(2, held_out_on, 2)):
+        for here, predicted_a_million_times_faster in found:
+            assert 1e4 < predicted_a_million_times_faster / here < 1e8
+        assert len(set(found)) == 1
 
 
 class _Slow:
