@@ -153,7 +153,7 @@ def _sizes(core: RunComponents) -> dict[str, int]:
         "parameters": layout.used_numel(trainable=True),
         "units": len(core.engine.units),
         "buckets": len(layout.trainable_buckets),
-        "bucket_numel": layout.max_bucket_numel,
+        "bucket_numel": layout.max_reduced_numel,
     }
 
 

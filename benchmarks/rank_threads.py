@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, CompletedWork, LabelMismatch, ReduceKind, Work, gather_in_turn
+from megazero.comm.interface import (
+    Communicator,
+    CompletedWork,
+    LabelMismatch,
+    ReduceKind,
+    Work,
+    gather_in_turn,
+    reduce_in_turn,
+)
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
@@ -139,6 +147,11 @@ class ThreadCommunicator:
             output.detach().copy_(torch.stack(everyone).sum(0).view(self.size, -1)[self.rank].view(output.shape))
 
         return self._begin("reduce_scatter", input, finish)
+
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        return reduce_in_turn(self, outputs, inputs, keys)
 
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         def finish(everyone: list[Tensor]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megazero.__main__ import main as run
 from megazero.comm import startup
-from megazero.comm.interface import ReduceKind, Work, gather_in_turn
+from megazero.comm.interface import ReduceKind, Work, gather_in_turn, reduce_in_turn
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.console import run_program
 from megazero.memory.lease import Scratch
@@ -53,6 +53,11 @@ class OverHost(ProcessGroupCommunicator):
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         reduced = torch.empty(output.shape, dtype=output.dtype)
         return _Copied(super().reduce_scatter_into(reduced, input.cpu()), output, reduced)
+
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        return reduce_in_turn(self, outputs, inputs, keys)
 
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         received = torch.empty(output.shape, dtype=output.dtype)

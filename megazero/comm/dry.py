@@ -11,7 +11,13 @@ import torch.distributed as dist
 
 from megazero.comm.groups import Split
 from megazero.comm.interface import CompletedWork
-from megazero.comm.process_group import ALL_GATHER, ALL_GATHER_COALESCED, ALL_TO_ALL, REDUCE_SCATTER
+from megazero.comm.process_group import (
+    ALL_GATHER,
+    ALL_GATHER_COALESCED,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_COALESCED,
+)
 
 _DONE = CompletedWork()
 
@@ -23,8 +29,8 @@ class _DryGroup:
         self._size = size
         self._rank = rank
         self._kind = kind
-        gathers = ALL_GATHER, ALL_GATHER_COALESCED
-        for name in (*gathers, REDUCE_SCATTER, ALL_TO_ALL, "allreduce", "broadcast", "send", "recv", "barrier"):
+        with_slices = ALL_GATHER, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL
+        for name in (*with_slices, "allreduce", "broadcast", "send", "recv", "barrier"):
             setattr(self, name, _Held if kind == "gloo" else _complete)
 
     def name(self) -> str:

@@ -63,6 +63,11 @@ class Communicator(Protocol):
         the error of each key apart (`error_feedback.py`); the others ignore it.
         """
 
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        """Sum up each input as `reduce_scatter_into` does, all of them by one call, which NCCL makes one kernel of."""
+
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         """Send slice r of input [size * n] to rank r; slice r of output [size * n] comes from it.  They don't alias."""
 
@@ -110,6 +115,23 @@ def gather_together(
     if len(outputs) == 1:
         return communicator.all_gather_into(outputs[0], inputs[0], label)
     return communicator.all_gather_coalesced(outputs, inputs, label)
+
+
+def reduce_together(
+    communicator: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+) -> Work:
+    """Sum up one tensor, or several by one call."""
+    if len(outputs) == 1:
+        return communicator.reduce_scatter_into(outputs[0], inputs[0], key=None if keys is None else keys[0])
+    return communicator.reduce_scatter_coalesced(outputs, inputs, keys)
+
+
+def reduce_in_turn(
+    communicator: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None
+) -> Work:
+    """Sum up tensors by a call for each."""
+    of_each: Sequence[int | None] = keys or [None] * len(outputs)
+    return JoinedWork(list(map(communicator.reduce_scatter_into, outputs, inputs, of_each)))
 
 
 def gather_in_turn(

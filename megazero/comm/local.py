@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megazero.comm.interface import CompletedWork, ReduceKind, Work, gather_in_turn
+from megazero.comm.interface import CompletedWork, ReduceKind, Work, gather_in_turn, reduce_in_turn
 
 
 class LocalCommunicator:
@@ -23,6 +23,11 @@ class LocalCommunicator:
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         return _copy(output, input)
+
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        return reduce_in_turn(self, outputs, inputs, keys)
 
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         return _copy(output, input)

@@ -122,6 +122,12 @@ class MeteredCommunicator:
         begun = self._record("reduce_scatter", input)
         return self._noted(begun, self._inner.reduce_scatter_into(output, input, key))
 
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        begun = self._record("reduce_scatter", *inputs)
+        return self._noted(begun, self._inner.reduce_scatter_coalesced(outputs, inputs, keys))
+
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         begun = self._record("all_to_all", input)
         return self._noted(begun, self._inner.all_to_all_into(output, input))

@@ -37,6 +37,7 @@ _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 ALL_GATHER = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 ALL_GATHER_COALESCED = "all_gather_single_coalesced" if _IS_RENAMED else "allgather_into_tensor_coalesced"
+REDUCE_SCATTER_COALESCED = "reduce_scatter_single_coalesced" if _IS_RENAMED else "reduce_scatter_tensor_coalesced"
 ALL_TO_ALL = "all_to_all_single" if _IS_RENAMED else "alltoall_base"
 # Tags of messages: those between two ranks of a group that have the same tag keep their order.  Two communicators of
 # one axis share its groups, so each adds its lane, 0 or 1.
@@ -60,6 +61,7 @@ class ProcessGroupCommunicator:
         self._all_gather: Any = getattr(group, ALL_GATHER)
         self._all_gather_coalesced: Any = getattr(group, ALL_GATHER_COALESCED)
         self._reduce_scatter: Any = getattr(group, REDUCE_SCATTER)
+        self._reduce_scatter_coalesced: Any = getattr(group, REDUCE_SCATTER_COALESCED)
         self._all_to_all: Any = getattr(group, ALL_TO_ALL)
         self._scratch = scratch
         self.size = group.size()
@@ -86,8 +88,16 @@ class ProcessGroupCommunicator:
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         if self._exchanges:
-            return self._exchange_and_sum(output, input)
+            return self._exchange_and_sum([output], [input])
         return _Pending(self._reduce_scatter(output, input, _asynchronous(ReduceScatterOptions())))
+
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        if self._exchanges:
+            return self._exchange_and_sum(outputs, inputs)
+        options = _asynchronous(ReduceScatterOptions())
+        return _Pending(self._reduce_scatter_coalesced(list(outputs), list(inputs), options))
 
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         if self._exchanges:
@@ -146,18 +156,25 @@ class ProcessGroupCommunicator:
 
         return check
 
-    def _exchange_and_sum(self, output: Tensor, input: Tensor) -> Work:
-        slices, peers = input.view(self.size, output.numel()), self._peers()
-        if len(peers) == 1:  # one sum of two, which needs no copy of this rank's slice
-            received = self._scratch.lease(output.numel(), input.dtype)
-            works = self._swap(slices[peers[0]], received.tensor, peers[0])
-            add_up = partial(torch.add, slices[self.rank], received.tensor, out=output)
-            return _ThenSum(self._retain(_Exchange(works)), received, add_up)
-        received = self._scratch.lease(input.numel(), input.dtype)
-        summands = received.tensor.view(self.size, output.numel())
-        works = [work for peer in peers for work in self._swap(slices[peer], summands[peer], peer)]
-        summands[self.rank].copy_(slices[self.rank])
-        return _ThenSum(self._retain(_Exchange(works)), received, partial(torch.sum, summands, dim=0, out=output))
+    def _exchange_and_sum(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        """Exchange slices of tensors of one dtype, and sum up what is received in one buffer for all."""
+        peers = self._peers()
+        numels = [output.numel() for output in outputs]
+        rows = 1 if len(peers) == 1 else self.size  # a sum of two needs no copy of this rank's slice
+        received = self._scratch.lease(rows * sum(numels), inputs[0].dtype)
+        works: list[Any] = []
+        sums: list[Callable[[], Any]] = []
+        places = torch.split(received.tensor, [rows * numel for numel in numels])
+        for output, input, place in zip(outputs, inputs, places, strict=True):
+            slices, summands = input.view(self.size, -1), place.view(rows, -1)
+            for peer in peers:
+                works += self._swap(slices[peer], summands[peer if rows > 1 else 0], peer)
+            if rows == 1:
+                sums.append(partial(torch.add, slices[self.rank], place, out=output))
+            else:
+                summands[self.rank].copy_(slices[self.rank])
+                sums.append(partial(torch.sum, summands, dim=0, out=output))
+        return _ThenSum(self._retain(_Exchange(works)), received, sums)
 
     def _exchange_slices(self, output: Tensor, input: Tensor) -> Work:
         theirs, mine = output.view(self.size, -1), input.view(self.size, -1)
@@ -221,16 +238,17 @@ class _Exchange:
 
 
 class _ThenSum:
-    """The second half of a reduce-scatter: add up what was received, then release the buffer."""
+    """The second half of reduce-scatters: add up what was received, then release the buffer."""
 
-    def __init__(self, exchange: _Exchange, received: Lease, add_up: Callable[[], Any]) -> None:
+    def __init__(self, exchange: _Exchange, received: Lease, sums: Sequence[Callable[[], Any]]) -> None:
         self._exchange = exchange
         self._received = received
-        self._add_up = add_up
+        self._sums = sums
 
     def wait(self) -> None:
         self._exchange.wait()
-        self._add_up()
+        for add_up in self._sums:
+            add_up()
         self._received.release()
 
 

@@ -30,19 +30,18 @@ class ZeroConfig:
     )
     reduce_bucket_size: int | None = setting(
         None,
-        help="most gradient elements that one reduction moves, which is a bucket; a smaller allgather_bucket_size"
-        " binds it too; it is never smaller than data-parallel size x 16 elements; without it, 524288 for each"
-        " data-parallel process, but at least 16777216, and at most 268435456 or 131072 for each process, whichever"
-        " is more",
+        help="most gradient elements that one reduction moves, of one unit; never less than data-parallel size x 16"
+        " elements; without it, 524288 for each data-parallel process, but at least 16777216, and at most 268435456"
+        " or 131072 for each process, whichever is more",
         unit="elements",
         aliases=("zero-reduce-bucket-size", "ddp-bucket-size"),
         ge=0,
     )
     allgather_bucket_size: int | None = setting(
         None,
-        help="most parameter elements that one gather moves, in place: one bucket, or neighbours in a unit; without"
-        " it, as many as reduce_bucket_size, or where that has no value, 524288 for each data-parallel process, but at"
-        " least 16777216",
+        help="most parameter elements that one gather moves, in place, of one unit; never less than data-parallel size"
+        " x 16 elements; without it, as many as reduce_bucket_size, or where that has no value, 524288 for each"
+        " data-parallel process, but at least 16777216",
         unit="elements",
         aliases=("zero-allgather-bucket-size",),
         ge=0,

@@ -106,15 +106,9 @@ _DYNAMIC_SCALE = (
 def _no_gathers(zero: ZeroConfig) -> str:
     """Return the reason why no gather moves buckets; "" if gathers do."""
     if zero.zero_stage == 0:
-        return "ZeRO stage 0 gathers nothing, and reduce_bucket_size is no larger"
+        return "ZeRO stage 0 gathers no parameters"
     is_broadcast = zero.zero_stage < 3 and not zero.allgather_partitions
-    return "without allgather_partitions owners broadcast, and reduce_bucket_size is no larger" if is_broadcast else ""
-
-
-def _is_no_limit_of_reductions(zero: ZeroConfig) -> bool:
-    """Return True if reductions surely have a limit that is no larger than that of gathers, which binds them too."""
-    reduced, gathered = zero.reduce_bucket_size, zero.allgather_bucket_size
-    return reduced is not None and gathered is not None and reduced <= gathered
+    return "without allgather_partitions owners broadcast" if is_broadcast else ""
 
 
 def _is_fp16(sections: SharedSections) -> bool:
@@ -203,7 +197,7 @@ SHARED: tuple[Row[SharedSections], ...] = (
     ),
     Row(
         ("allgather_bucket_size",),
-        lambda s: _no_gathers(s.zero) if _is_no_limit_of_reductions(s.zero) else "",
+        lambda s: _no_gathers(s.zero),
         {"zero_stage": 3},
     ),
     Row(

@@ -40,12 +40,12 @@ from megazero.zero.layout import (
     FlatLayout,
     LayoutRules,
     Slot,
-    bucket_limit,
     build_layout,
     choose_persistent,
     gather_limit,
     join_small_units,
     joined_limit,
+    reduction_limit,
 )
 from megazero.zero.offloaded import OffloadedStates
 from megazero.zero.parameters.frames import Frames, on_gradient
@@ -127,12 +127,31 @@ def plan_layout(
     ]
     block = 1 if plan.frozen is None else plan.frozen.block
     trained = EIGHT_BIT_BLOCK if settings.optimizer.code_values else 1
-    rules = LayoutRules(partitions, _bucket_numel(zero, partitions), frozen_block=block, trained_block=trained)
+    limits = message_limits(zero, plan, partitions)
+    rules = LayoutRules(
+        partitions,
+        bucket_numel=min(limits),
+        frozen_block=block,
+        trained_block=trained,
+        reduced_numel=limits.reduced,
+    )
     return build_layout(units, slots, rules)
 
 
-def _bucket_numel(zero: ZeroConfig, partitions: int) -> int:
-    return bucket_limit(partitions, [zero.reduce_bucket_size, zero.allgather_bucket_size])
+class MessageLimits(NamedTuple):
+    """The most elements that one reduction moves, and one gather; a bucket has as many as the smaller one."""
+
+    reduced: int
+    gathered: int
+
+
+def message_limits(zero: ZeroConfig, plan: ZeroPlan, partitions: int) -> MessageLimits:
+    """Return the limits of messages over `partitions` ranks."""
+    reduced = reduction_limit(partitions, zero.reduce_bucket_size)
+    publishes = plan.optimizer.placement is Placement.PARTITIONED and zero.allgather_partitions
+    if not publishes and plan.parameter.placement is Placement.REPLICATED:  # nothing is gathered
+        return MessageLimits(reduced, reduced)
+    return MessageLimits(reduced, gather_limit(partitions, zero.reduce_bucket_size, zero.allgather_bucket_size))
 
 
 class Engine:
@@ -168,10 +187,11 @@ class Engine:
         self._parameters = dict(model.named_parameters())
         self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS, REPLICAS)}
         self.units = tuple(units)
+        limits = message_limits(settings.zero, plan, axis.size)
         if plan.parameter.placement is Placement.REPLICATED:
             numel = {name: parameter.numel() for name, parameter in self._parameters.items()}
             most = max(_JOINED_NUMEL if settings.serves_user_code else 0, joined_limit(axis.size))
-            units = join_small_units(units, numel, min(most, _bucket_numel(settings.zero, axis.size)))
+            units = join_small_units(units, numel, min(most, max(limits)))
         self.layout = plan_layout(model, units, axis.size, plan, settings)
         self._units_of: dict[int, set[str]] = {}  # by part
         consumers: dict[nn.Module, list[str]] = {}
@@ -225,12 +245,11 @@ class Engine:
                 attach_gradient_slot(self._parameters[name], partial(self._reducer.gradient_slot, name))
         self._hooks = on_gradient(self._parameters, self._gradient_ready)
         self._guards = self._guard_gradients() if settings.serves_user_code else None
-        most_gathered = gather_limit(axis.size, zero.reduce_bucket_size, zero.allgather_bucket_size)
         self._publisher = ParameterPublisher(
             self._shards,
             mesh.gathering,
             by_gather=zero.allgather_partitions,
-            most_gathered=most_gathered,
+            most_gathered=limits.gathered,
             timers=settings.timers,
         )
         self._gather = ParameterGather(
@@ -238,7 +257,7 @@ class Engine:
             mesh.weights,
             self._parameters,
             zero,
-            most_gathered=most_gathered,
+            most_gathered=limits.gathered,
             secondary=mesh.secondary,
             exact=mesh.gathering,
             frozen=None if plan.frozen is None else EncodedGather(mesh.gathering, plan.frozen, buffers),
@@ -298,8 +317,9 @@ class Engine:
         if self._guards is not None:
             self._guards.remove()
         units = self._units_of.get(part, set())
-        buckets = [b for b in self.layout.trainable_buckets if self.layout.sections[b.section].unit in units]
-        self._reducer.begin_micro_batch(buckets, is_last=is_last)
+        sections = self.layout.sections
+        due = [reduction for reduction in self.layout.reductions if sections[reduction.section].unit in units]
+        self._reducer.begin_micro_batch(due, is_last=is_last)
         self._unfinished -= {part} if is_last else set()
 
     def end_backward(self, *, ends_pass: bool = True) -> None:
@@ -493,16 +513,16 @@ class Engine:
 
     @property
     def largest_buffer_bytes(self) -> int:
-        """The bytes that constant-size buffers must hold: a bucket on the wire, one update's gradients, one norm's."""
+        """The bytes that constant-size buffers must hold: a reduction's, an update's gradients, a norm's."""
         return max(self._largest_wire_bytes, self._update.largest_buffer_bytes(on_device=True))
 
     @property
     def _largest_wire_bytes(self) -> int:
-        """The bytes of the largest bucket on the wire."""
+        """The bytes of the largest reduction on the wire."""
         itemsize = max(self.plan.gradient_wire.itemsize, self.plan.gradient.itemsize)
         if self.settings.zero.zero_quantized_gradients:  # sums of decoded numbers are in fp32 at least
             itemsize = max(itemsize, torch.float32.itemsize)
-        return max(self.layout.max_bucket_numel * itemsize, self._largest_frozen_bytes)
+        return max(self.layout.max_reduced_numel * itemsize, self._largest_frozen_bytes)
 
     @property
     def _largest_frozen_bytes(self) -> int:

@@ -3,8 +3,9 @@
     unit       a transformer block, an embedding, the final norm: what is gathered and released together
     section    the parameters of one unit with the same (dtype, trainable, partitioned), flattened one behind the other
                and padded
-    bucket     a piece of a section of at most `bucket_numel` elements: what one collective moves
+    bucket     a piece of a section of at most `bucket_numel` elements, of which every rank owns a slice
     partition  a rank's equal slice of a bucket
+    reduction  neighbouring buckets of a section, most often one, whose gradients one collective sums up
     fragment   the overlap of one parameter with some range of a section
 
     section    |  norm.w norm.b bias |      qkv.w      |     up.w      |    down.w   |pad|
@@ -40,6 +41,7 @@ _LEAST_PARTITION_NUMEL = 1 << 17  # for each of very many: 256 KiB in bf16, belo
 class LayoutRules:
     """The rules of a layout.  partitions: ranks of the partition axis; bucket_numel, alignment: in elements.
 
+    reduced_numel: the elements up to which neighbouring buckets are reduced together.
     frozen_block, trained_block: the elements of a block of what is stored in blocks, partitioned frozen parameters and
     the moments of trained ones.  Such parameters begin at the first of one, and partitions are whole blocks.
     """
@@ -49,6 +51,7 @@ class LayoutRules:
     alignment: int = 16
     frozen_block: int = 1
     trained_block: int = 1
+    reduced_numel: int = 0
 
     @property
     def quantum(self) -> int:
@@ -118,8 +121,8 @@ class Fragment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """The elements [start, stop) of section number `section`; `index` counts buckets through the whole model.
+class _Piece:
+    """The elements [start, stop) of section number `section`; `index` counts such pieces through the whole model.
 
     fragments: overlaps of the section's parameters with it, by parameter name, in order; padding has none.
     """
@@ -128,7 +131,6 @@ class Bucket:
     section: int
     start: int
     stop: int
-    partitions: int
     fragments: Mapping[str, Fragment] = field(compare=False, repr=False)
 
     @cached_property
@@ -146,6 +148,13 @@ class Bucket:
         stops = [*(fragment.within.start for fragment in self.fragments.values()), self.stop]
         return tuple(Range(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
 
+
+@dataclass(frozen=True)
+class Bucket(_Piece):
+    """A piece of which every rank owns an equal slice."""
+
+    partitions: int
+
     def fragments_in(self, within: Range) -> Iterator[Fragment]:
         """Return the overlaps of parameters with a part of the bucket, in order."""
         clipped = (fragment.clipped(within) for fragment in self.fragments.values())
@@ -160,6 +169,13 @@ class Bucket:
         """Return the slice of the section that `rank` owns of this bucket."""
         size = self.numel // self.partitions
         return Range(self.start + rank * size, self.start + (rank + 1) * size)
+
+
+@dataclass(frozen=True)
+class Reduction(_Piece):
+    """Neighbouring buckets whose gradients are in memory side by side until one collective sums them up."""
+
+    buckets: tuple[Bucket, ...]
 
 
 @dataclass(frozen=True)
@@ -203,34 +219,49 @@ class FlatLayout:
         return tuple(bucket for section in self.sections if section.trainable for bucket in section.buckets)
 
     @cached_property
-    def buckets_of(self) -> Mapping[str, tuple[Bucket, ...]]:
-        """The buckets that each trainable parameter overlaps, in order; one without elements is missing."""
-        found: dict[str, tuple[Bucket, ...]] = {}
-        for bucket in self.trainable_buckets:
-            for name in bucket.fragments:
-                found[name] = (*found.get(name, ()), bucket)
+    def reductions(self) -> tuple[Reduction, ...]:
+        """The buckets whose gradients are reduced, by the collective that sums them up, in forward order."""
+        groups = enumerate(neighbours(self.trainable_buckets, self.rules.reduced_numel))
+        return tuple(self._reduction(index, group) for index, group in groups)
+
+    def _reduction(self, index: int, group: Sequence[Bucket]) -> Reduction:
+        section, start, stop = group[0].section, group[0].start, group[-1].stop
+        fragments = group[0].fragments
+        if len(group) > 1:
+            fragments = _fragments(self.sections[section].slots, Range(start, stop))
+        return Reduction(index, section, start, stop, fragments, tuple(group))
+
+    @cached_property
+    def reductions_of(self) -> Mapping[str, tuple[Reduction, ...]]:
+        """The reductions that each trainable parameter has a part in, in order; one without elements is missing."""
+        found: dict[str, tuple[Reduction, ...]] = {}
+        for reduction in self.reductions:
+            for name in reduction.fragments:
+                found[name] = (*found.get(name, ()), reduction)
         return found
 
     @property
-    def max_bucket_numel(self) -> int:
-        """The elements of the largest bucket: the least size of a constant-size buffer."""
-        return max((bucket.numel for bucket in self.trainable_buckets), default=self.rules.quantum)
+    def max_reduced_numel(self) -> int:
+        """The elements of the largest reduction: the least size of a constant-size buffer."""
+        return max((reduction.numel for reduction in self.reductions), default=self.rules.quantum)
 
     def used_numel(self, *, trainable: bool) -> int:
         """Return the elements of all sections of that trainability, without padding: Psi of this rank."""
         return sum(section.used_numel for section in self.sections if section.trainable == trainable)
 
 
-def bucket_limit(partitions: int, given: Iterable[int | None]) -> int:
-    """Return the most elements of a bucket: the least of the limits given, which are not None, or the default.
+def reduction_limit(partitions: int, given: int | None) -> int:
+    """Return the most elements that one reduction moves, unless a bucket of the least size has more.
 
-    The default grows with the ranks, so that the number of messages and the work for each do not grow where every rank
-    has the same share of a larger model, and a rank's partition stays as large as a message must be.  Memory for
-    buckets on their way bounds it, until partitions would be so small that a message is latency alone.
+    Without a limit that is given it grows with the ranks, so that the number of messages and the work for each do not
+    grow where every rank has the same share of a larger model, and a rank's partition stays as large as a message must
+    be.  Memory for reductions on their way bounds it, until partitions would be so small that a message is latency
+    alone.
     """
+    if given is not None:
+        return given
     grown = min(partitions * _PARTITION_NUMEL, _LARGE_BUCKET_NUMEL)
-    default = max(_BUCKET_NUMEL, grown, partitions * _LEAST_PARTITION_NUMEL)
-    return min((limit for limit in given if limit is not None), default=default)
+    return max(_BUCKET_NUMEL, grown, partitions * _LEAST_PARTITION_NUMEL)
 
 
 def joined_limit(partitions: int) -> int:
@@ -243,10 +274,10 @@ def joined_limit(partitions: int) -> int:
 
 
 def gather_limit(partitions: int, reduced: int | None, gathered: int | None) -> int:
-    """Return the most elements that one gather moves, unless a bucket has more.
+    """Return the most elements that one gather moves, unless a bucket of the least size has more.
 
     It is what is given for gathers, or else for reductions.  A gather in place takes no memory for buckets on their
-    way, so the default grows on with the ranks where that of a bucket is bounded.
+    way, so the default grows on with the ranks where that of a reduction is bounded.
     """
     given = reduced if gathered is None else gathered
     return max(_BUCKET_NUMEL, partitions * _PARTITION_NUMEL) if given is None else given
@@ -336,11 +367,15 @@ def _buckets(section: int, first_index: int, slots: Sequence[Slot], numel: int, 
     quanta = numel // rules.quantum
     number = -(-quanta // max(rules.bucket_numel // rules.quantum, 1))
     cuts = [rules.quantum * (quanta * cut // max(number, 1)) for cut in range(number + 1)]
-    whole = [Fragment(slot.spec, 0, slot.spec.numel, Range(slot.start, slot.stop)) for slot in slots]
     for index, (start, stop) in enumerate(pairwise(cuts), first_index):
-        clipped = (fragment.clipped(Range(start, stop)) for fragment in whole)
-        fragments = {fragment.spec.name: fragment for fragment in clipped if fragment is not None}
-        yield Bucket(index, section, start, stop, rules.partitions, fragments)
+        yield Bucket(index, section, start, stop, _fragments(slots, Range(start, stop)), rules.partitions)
+
+
+def _fragments(slots: Iterable[Slot], within: Range) -> dict[str, Fragment]:
+    """Return the overlaps of a section's parameters with a range of it, by parameter name, in order."""
+    whole = (Fragment(slot.spec, 0, slot.spec.numel, Range(slot.start, slot.stop)) for slot in slots)
+    clipped = (fragment.clipped(within) for fragment in whole)
+    return {fragment.spec.name: fragment for fragment in clipped if fragment is not None}
 
 
 def _check_units(units: Sequence[Unit], names: Iterable[str]) -> None:

@@ -37,7 +37,7 @@ from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.zero.encoded_shards import EncodedShard, EncodedSlice
 from megazero.zero.gradients.gradient_guard import may_have
 from megazero.zero.late_update import LateUpdate
-from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
+from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Reduction, Section, Slot
 from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan
 
 # At least the elements of a processor's vectors, of any number format, that an update takes at once.
@@ -262,9 +262,9 @@ class Shards:
         if self._parameter_files is not None:
             self._parameter_files.forget_fetches()
 
-    def resident_gradient(self, bucket: Bucket, within: Range) -> Tensor:
+    def resident_gradient(self, piece: Bucket | Reduction, within: Range) -> Tensor:
         """Return a view of a resident section's gradients: unreduced, or after the reduction reduced."""
-        return self._resident_gradients[bucket.section][within.start : within.stop]
+        return self._resident_gradients[piece.section][within.start : within.stop]
 
     def resident_gradient_of(self, name: str) -> Tensor:
         """Return a parameter's unreduced gradient, a view in its shape."""

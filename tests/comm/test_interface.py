@@ -15,7 +15,7 @@ from megazero.comm.wires.two_hops import TwoHopCommunicator
 CALLS = {name: inspect.signature(call) for name, call in inspect.getmembers(Communicator, inspect.isfunction)}
 METHODS = (
     *("all_gather_into", "reduce_scatter_into", "all_to_all_into", "all_reduce", "all_reduce_scalars"),
-    *("broadcast", "barrier", "send", "receive_into", "all_gather_coalesced"),
+    *("broadcast", "barrier", "send", "receive_into", "all_gather_coalesced", "reduce_scatter_coalesced"),
 )
 KINDS = (
     *(LocalCommunicator, ProcessGroupCommunicator, MeteredCommunicator),

@@ -158,6 +158,32 @@ def test_several_tensors_are_gathered_by_one_call(size: int) -> None:
                 assert output.dtype == dtype and output.tolist() == expected.tolist()
 
 
+def summed_together(rank: int, size: int) -> list[list[Tensor]]:
+    """Return sums of tensors of several sizes that one call has made in place, by messages and by torch's own."""
+    found = []
+    for by_messages in (True, False):
+        axis, pool = communicator()
+        axis._exchanges = by_messages
+        inputs = [tensor(rank, torch.float32, size * numel) for numel in SUMMED]
+        outputs = [input.view(size, -1)[rank] for input in inputs]
+        axis.reduce_scatter_coalesced(outputs, inputs).wait()
+        assert pool.num_buffers <= 1, "one for all tensors"
+        found.append(outputs)
+    return found
+
+
+SUMMED = (6, 1, 4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_several_tensors_are_summed_by_one_call(size: int) -> None:
+    for rank, both in enumerate(run_ranks(size, summed_together, size)):
+        for outputs in both:
+            for output, numel in zip(outputs, SUMMED, strict=True):
+                total = sum(values(other, size * numel) for other in range(size))
+                assert output.tolist() == total[rank * numel : (rank + 1) * numel].tolist()
+
+
 def halves(rank: int, dtype: torch.dtype, large: float) -> list[float]:
     """Sum a number of rank 0 so large that adding 1 in `dtype` does not change it, and a 1 of every other rank."""
     axis, _ = communicator()

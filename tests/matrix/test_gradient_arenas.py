@@ -1,6 +1,6 @@
 """Tests that gradients of every stage lie in arenas, in no more memory than a pool of buffers takes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -58,6 +58,13 @@ class Recording:
         assert output.untyped_storage()._cdata == input.untyped_storage()._cdata
         return self._inner.reduce_scatter_into(output, input, key)
 
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        for each in inputs:
+            self._note(each)
+        return self._inner.reduce_scatter_coalesced(outputs, inputs, keys)
+
     def _note(self, tensor: Tensor) -> None:
         arenas = {"kept": self._kept, "buckets": self._reducer.bucket_arena}
         places = [name for name, arena in arenas.items() if arena is not None and arena.contains(tensor)]
@@ -104,7 +111,7 @@ def two_steps(rank: int, tp: int, dp: int, settings: dict[str, Any], pool_only: 
         for name, seen in engine.gradient_arenas.items()
     }
     engine.close()
-    wire = engine.layout.max_bucket_numel * engine.plan.gradient_wire.itemsize
+    wire = engine.layout.max_reduced_numel * engine.plan.gradient_wire.itemsize
     return Seen(recording.sent, kept, arenas, engine.model_state_bytes().gradients, buffers.total_bytes, wire)
 
 
@@ -128,6 +135,7 @@ def test_every_gradient_and_every_bucket_lies_in_an_arena(stage: int, settings: 
 
 
 SMALL_BUCKETS = {"reduce_bucket_size": 2000, "precision": "bf16", "communication_data_type": "fp32"}
+SMALL_GATHERS = {"allgather_bucket_size": 600}
 NO_OVERLAP = {"overlap_comm": False, "precision": "bf16"}
 
 
@@ -137,6 +145,7 @@ NO_OVERLAP = {"overlap_comm": False, "precision": "bf16"}
     [
         *((stage, 1, 2, {}) for stage in STAGES),
         *((stage, 1, 2, SMALL_BUCKETS) for stage in (1, 3)),
+        (2, 1, 2, SMALL_GATHERS),
         *((stage, 1, 1, NO_OVERLAP) for stage in (0, 2)),  # without gloo's own leases
         (3, 2, 2, {}),
     ],
@@ -153,6 +162,21 @@ def test_arenas_and_pool_are_no_larger_than_the_pool_alone(
         assert ours.pool_bytes + capacity <= plain.pool_bytes
         assert fell_back == 0
         assert set(plain.sent) != {"buckets"}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("settings", [{}, {"contiguous_gradients": False}])
+def test_smaller_gathers_take_no_more_memory(stage: int, settings: dict[str, Any]) -> None:
+    small, plain = (
+        run_ranks(2, two_steps, 1, 2, {"zero_stage": stage, **settings, **more})[0] for more in (SMALL_GATHERS, {})
+    )
+    assert len(small.sent) > 7 * len(plain.sent), "the buckets, of which a reduction has several"
+    assert small.largest_bucket <= 5000 * 4
+    for seen in (small, plain):  # the two that gloo receives in, and where buckets are leased two open and two sent
+        in_arena = 4 if stage > 1 and not settings else 0
+        assert seen.pool_bytes == (4 if settings else 2) * seen.largest_bucket
+        assert seen.arenas.get("buckets", (0, 0, 0))[0] == in_arena * seen.largest_bucket
 
 
 @pytest.mark.gloo

@@ -43,7 +43,7 @@ def peak_of_a_step(rank: int, num_layers: int, stage: int, untied: bool = False)
         "largest": 4 * max(matrices.values()),
         "persistent": core.engine.model_state_bytes().gradients,
         "buffers": buffers.total_bytes + slots,
-        "buffer": 4 * core.engine.layout.max_bucket_numel,
+        "buffer": 4 * core.engine.layout.max_reduced_numel,
         "owned": 4 * padded_numel(core.engine.layout, trainable=True) // 2,
     }
 

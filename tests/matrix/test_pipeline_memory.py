@@ -58,7 +58,7 @@ def step_on_rank(rank: int, dp: int, num_micro_batches: int, changes: dict[str, 
         peak_bytes=step.peak_bytes,
         left=dict(zip(CATEGORIES, map(int, step.timeline.live[-1]), strict=True)),
         owned_gradients=4 * padded_numel(layout, trainable=True) // dp,
-        largest_bucket=4 * layout.max_bucket_numel,
+        largest_bucket=4 * layout.max_reduced_numel,
     )
 
 

@@ -153,10 +153,10 @@ def test_without_reduce_scatter_gradients_are_all_reduced(stage: int) -> None:
 @pytest.mark.parametrize("reduced", [1, QUANTUM, 3 * QUANTUM + 1, HUGE])
 @pytest.mark.parametrize("gathered", [QUANTUM, HUGE])
 def test_messages_respect_their_bucket_sizes(reduced: int, gathered: int) -> None:
-    """A gather moves several buckets of a unit; a reduction moves one, which a smaller gather binds too."""
+    """Gathers and reductions move as much of a unit as each may, whichever may move more."""
     run, bound = (seen(1, bucket=reduced, allgather_bucket_size=most) for most in (gathered, None))
     assert run.calls == {
-        "reduce_scatter": num_buckets(min(reduced, gathered)),
+        "reduce_scatter": num_buckets(reduced),
         "all_gather": num_buckets(gathered),
     }
     assert bound.calls == {"reduce_scatter": num_buckets(reduced), "all_gather": num_buckets(reduced)}
@@ -172,6 +172,21 @@ def test_in_stage_3_a_unit_is_gathered_by_one_message(zero: dict[str, Any]) -> N
     assert together.calls == {**whole.calls, "reduce_scatter": each.calls["reduce_scatter"]}
     assert each.calls["all_gather"] > whole.calls["all_gather"]
     assert together.sent["all_gather"].nbytes == each.sent["all_gather"].nbytes
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("zero", [{}, {"reduce_scatter": False}, {"allgather_partitions": False}])
+def test_small_gathers_leave_reductions_large(stage: int, zero: dict[str, Any]) -> None:
+    """Where nothing is gathered, a size of gathers changes nothing."""
+    small, plain = (seen(stage, bucket=3 * QUANTUM, allgather_bucket_size=most, **zero) for most in (QUANTUM, None))
+    assert {**small.calls, "all_gather": 0} == {**plain.calls, "all_gather": 0}
+    assert {name: count.nbytes for name, count in small.sent.items()} == {
+        name: count.nbytes for name, count in plain.sent.items()
+    }
+    publishes = stage == 3 or (stage > 0 and zero.get("allgather_partitions", True))
+    gathers = [run.calls.get("all_gather", 0) for run in (small, plain)]
+    assert gathers[0] > gathers[1] > 0 if publishes else gathers[0] == gathers[1]
 
 
 # allgather_partitions
@@ -378,9 +393,30 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ),
     ({"contiguous_gradients": False}, ALL),
     ({"reduce_scatter": False}, ALL),
+    ({"reduce_scatter": False, "reduce_bucket_size": 3 * QUANTUM, "allgather_bucket_size": 1}, (1, 2, 3)),
     ({"reduce_bucket_size": 1}, EVEN),
     ({"reduce_bucket_size": HUGE}, ODD),
     ({"allgather_bucket_size": 1}, ODD),
+    ({"reduce_bucket_size": 3 * QUANTUM + 1, "allgather_bucket_size": 1, "communication_data_type": "fp32"}, (1, 2)),
+    (
+        {
+            "reduce_bucket_size": 3 * QUANTUM,
+            "allgather_bucket_size": 1,
+            "offload_optimizer": "cpu",
+            "offload_optimizer_ratio": 0.5,
+        },
+        (1, 2, 3),
+    ),
+    (
+        {
+            "reduce_bucket_size": HUGE,
+            "allgather_bucket_size": QUANTUM,
+            "offload_optimizer": "nvme",
+            "offload_gradients_nvme": True,
+            "nvme_path": Path(tempfile.gettempdir()),
+        },
+        (2, 3),
+    ),
     ({"reduce_bucket_size": 1, "allgather_bucket_size": 3 * QUANTUM}, ALL),
     (
         {

@@ -21,7 +21,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, ReduceKind, Work, gather_in_turn
+from megazero.comm.interface import Communicator, ReduceKind, Work, gather_in_turn, reduce_in_turn
 from megazero.comm.mesh import WEIGHTS, Mesh
 from megazero.comm.metered import MeteredCommunicator
 from megazero.comm.startup import plain_parts
@@ -91,6 +91,11 @@ class LateCommunicator:
                 work.keep("input", part)
         work.poison(output)
         return work.begin([self.inner.reduce_scatter_into(work.result, copy, key)])
+
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        return reduce_in_turn(self, outputs, inputs, keys)
 
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         work = _LateWork(self, f"all_to_all_into of {input.numel()} elements", output)

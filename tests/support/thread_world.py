@@ -14,7 +14,7 @@ import torch
 from support.late_communicator import LateCommunicator
 from torch import Tensor
 
-from megazero.comm.interface import CompletedWork, ReduceKind, Work, gather_in_turn
+from megazero.comm.interface import CompletedWork, ReduceKind, Work, gather_in_turn, reduce_in_turn
 
 _TIMEOUT_SECONDS = 30.0
 
@@ -45,6 +45,11 @@ class ThreadCommunicator:
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         output.copy_(torch.stack(self._exchange(input)).sum(0).chunk(self.size)[self.rank])
         return CompletedWork()
+
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        return reduce_in_turn(self, outputs, inputs, keys)
 
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         output.copy_(torch.cat([theirs.chunk(self.size)[self.rank] for theirs in self._exchange(input)]))

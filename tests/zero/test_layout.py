@@ -22,12 +22,12 @@ from megazero.zero.layout import (
     Range,
     Section,
     Slot,
-    bucket_limit,
     build_layout,
     choose_persistent,
     gather_limit,
     join_small_units,
     neighbours,
+    reduction_limit,
 )
 
 layout_file = megazero.zero.layout.__file__
@@ -73,7 +73,7 @@ def test_a_unit_as_a_drawing() -> None:
     assert section.buckets[1].fragment_of("w", Range(14, 24)) == (specs[0], 8, 12, (14, 18))
     assert section.buckets[1].fragment_of("w", Range(18, 24)) is None
     assert section.buckets[1].fragment_of("b", Range(12, 24)) is None
-    assert {name: [bucket.index for bucket in buckets] for name, buckets in layout.buckets_of.items()} == {
+    assert {name: [reduction.index for reduction in found] for name, found in layout.reductions_of.items()} == {
         "b": [0],
         "one": [0],
         "w": [0, 1],
@@ -109,7 +109,7 @@ def test_frozen_parameters_have_a_section_but_no_reduced_bucket() -> None:
     specs = [spec("w", (8,)), spec("frozen", (8,), trainable=False)]
     layout = layout_of({"unit": specs}, LayoutRules(partitions=1, bucket_numel=8, alignment=1))
     assert [(section.trainable, section.numel) for section in layout.sections] == [(True, 8), (False, 8)]
-    assert [bucket.section for bucket in layout.trainable_buckets] == [0] and list(layout.buckets_of) == ["w"]
+    assert [bucket.section for bucket in layout.trainable_buckets] == [0] and list(layout.reductions_of) == ["w"]
     assert (padded_numel(layout, trainable=True), layout.used_numel(trainable=False)) == (8, 8)
 
 
@@ -188,27 +188,24 @@ def test_every_element_has_one_place_and_one_owner(
 
 
 @pytest.mark.parametrize(
-    ("partitions", "given_limits", "expected"),
+    ("partitions", "limit", "expected"),
     [
-        (1, [None, None], 2**24),
-        (8, [None, None], 2**24),
-        (32, [None, None], 2**24),
-        (33, [None, None], 33 * 2**19),
-        (512, [None, None], 2**28),
-        (2048, [None, None], 2**28),
-        (16384, [None, None], 2**31),
-        (8, [2**28, None], 2**28),
-        (2048, [500, None], 500),
-        (2048, [None, 700], 700),
-        (2048, [500, 700], 500),
-        (1024, [2**28, None], 2**28),
-        (1024, [0, None], 0),
+        (1, None, 2**24),
+        (8, None, 2**24),
+        (32, None, 2**24),
+        (33, None, 33 * 2**19),
+        (512, None, 2**28),
+        (2048, None, 2**28),
+        (16384, None, 2**31),
+        (8, 2**28, 2**28),
+        (2048, 500, 500),
+        (1024, 0, 0),
     ],
 )
-def test_the_default_bucket_grows_with_the_ranks_and_a_given_limit_holds(
-    partitions: int, given_limits: list[int | None], expected: int
+def test_by_default_reductions_grow_with_the_ranks_and_a_given_limit_holds(
+    partitions: int, limit: int | None, expected: int
 ) -> None:
-    assert bucket_limit(partitions, given_limits) == expected
+    assert reduction_limit(partitions, limit) == expected
 
 
 @pytest.mark.parametrize(
@@ -243,12 +240,32 @@ def test_neighbours_of_a_section_are_grouped() -> None:
     assert grouped(1000, 1) == [[0], [2, 3], [4, 5]], "nor some with a gap between them"
 
 
+def test_neighbours_are_reduced_together() -> None:
+    units = {"a": [spec("a", (30,)), spec("b", (18,))], "c": [spec("c", (20,)), spec("d", (9,), trainable=False)]}
+    layout = layout_of(units, LayoutRules(2, 16, 4, reduced_numel=40))
+    assert [bucket.numel for bucket in layout.trainable_buckets] == [16, 16, 16, 8, 16]
+    first, second, third = layout.reductions
+    assert [[bucket.index for bucket in reduction.buckets] for reduction in layout.reductions] == [[0, 1], [2], [3, 4]]
+    assert (first.range, second.range, third.range) == ((0, 32), (32, 48), (0, 24))
+    assert [(f.spec.name, f.start, f.stop, f.within) for f in first.fragments.values()] == [
+        ("a", 0, 30, (0, 30)),
+        ("b", 0, 2, (30, 32)),
+    ]
+    assert third.padding == ((20, 24),) and second.fragments["b"].within == (32, 48)
+    assert {name: [reduction.index for reduction in found] for name, found in layout.reductions_of.items()} == {
+        "a": [0],
+        "b": [0, 1],
+        "c": [2],
+    }
+    assert layout.max_reduced_numel == 32
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 10**10), min_size=1, max_size=3), st.integers(1, 20_000))
 def test_by_default_a_rank_gets_enough_of_every_full_bucket(numels: list[int], partitions: int) -> None:
     """A rank's slices are as large as its share of the section, or half of those of a full bucket; all nearly equal."""
     specs = [spec(f"p{index}", (numel,)) for index, numel in enumerate(numels)]
-    rules = LayoutRules(partitions, bucket_limit(partitions, [None, None]))
+    rules = LayoutRules(partitions, reduction_limit(partitions, None))
     (section,) = layout_of({"unit": specs}, rules).sections
     slices = [bucket.partition(partitions - 1).numel for bucket in section.buckets]
     assert section.buckets[-1].stop == section.numel and sum(slices) * partitions == section.numel
@@ -278,7 +295,7 @@ def test_buckets_are_numbered_through_the_model() -> None:
     units = {f"unit{u}": [spec(f"w{u}", (50,))] for u in range(3)}
     layout = layout_of(units, LayoutRules(2, 16, 8))
     assert [bucket.index for bucket in layout.trainable_buckets] == list(range(12))
-    assert layout.max_bucket_numel == 16
+    assert layout.max_reduced_numel == 16
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -52,6 +52,10 @@ CASES = (
         OPTIMIZER,
     ),
     Case(Cell(pp=2, dp=2, stage=2, precision="fp32", accumulation=4), OPTIMIZER),
+    Case(  # reductions of several buckets, only some of which leave
+        Cell(dp=2, stage=2, precision="fp32", settings={"allgather_bucket_size": 600}),
+        {**OPTIMIZER, "offload_optimizer_ratio": 0.5},
+    ),
     Case(
         Cell(
             dp=2,

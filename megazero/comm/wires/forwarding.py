@@ -26,6 +26,11 @@ class ForwardingCommunicator:
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         return self._inner.reduce_scatter_into(output, input, key)
 
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        return self._inner.reduce_scatter_coalesced(outputs, inputs, keys)
+
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         return self._inner.all_to_all_into(output, input)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, Work, gather_in_turn
+from megazero.comm.interface import Communicator, Work, gather_in_turn, reduce_together
 from megazero.comm.wires.codec import BlockCodec, compute_dtype
 from megazero.comm.wires.error_feedback import ErrorFeedback
 from megazero.comm.wires.forwarding import ForwardingCommunicator
@@ -128,34 +128,50 @@ class QuantizedReduceScatter(ForwardingCommunicator):
         self._generator = generator
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
-        if not self._exchanges or not input.is_floating_point():
-            return super().reduce_scatter_into(output, input, key)
-        return self._hops.begin(self._reduce_scatter(output, input, key), len(self._exchanges))
+        return self.reduce_scatter_coalesced([output], [input], None if key is None else [key])
 
-    def _reduce_scatter(self, output: Tensor, input: Tensor, key: int | None) -> _Hops:
-        n, dtype, (num_nodes, per_node) = output.numel(), compute_dtype(output.dtype), self._shape
-        parts = input.view(num_nodes, per_node, n).transpose(0, 1)  # the first dimension is that of destinations
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        if not self._exchanges or not all(input.is_floating_point() for input in inputs):
+            return reduce_together(self._inner, outputs, inputs, keys)
+        return self._hops.begin(self._reduce_scatter(outputs, inputs, keys), len(self._exchanges))
+
+    def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None) -> _Hops:
+        """Exchange and sum tensors of one dtype, whose encoded rows lie one behind the other in the rows sent."""
+        dtype, (num_nodes, per_node) = compute_dtype(outputs[0].dtype), self._shape
+        numels = [output.numel() for output in outputs]
+        of_parts: Sequence[int | None] = keys or [None] * len(outputs)
+        # The first dimension is that of destinations.
+        parts = [input.view(num_nodes, per_node, -1).transpose(0, 1) for input in inputs]
         if per_node == 1:
-            parts = parts[0]
+            parts = [part[0] for part in parts]
         sums: Lease | None = None
         for index, (axis, codec) in enumerate(self._exchanges):
-            rows = (*parts.shape[:-1], codec.encoded_bytes(n))
-            sent, received = (self._scratch.lease(math.prod(rows), torch.uint8) for _ in range(2))
-            if self._feedback is None or key is None:
-                codec.encode(parts, sent.tensor.view(rows), self._generator)
-            else:
-                self._feedback.encode(codec, parts, sent.tensor.view(rows), (key, index), self._generator)
+            widths = [codec.encoded_bytes(n) for n in numels]
+            shape = (*parts[0].shape[:-1], sum(widths))
+            sent, received = (self._scratch.lease(math.prod(shape), torch.uint8) for _ in range(2))
+            encoded = torch.split(sent.tensor.view(shape), widths, -1)
+            for key, part, rows in zip(of_parts, parts, encoded, strict=True):
+                if self._feedback is None or key is None:
+                    codec.encode(part, rows, self._generator)
+                else:
+                    self._feedback.encode(codec, part, rows, (key, index), self._generator)
             if sums is not None:
                 sums.release()
             yield [axis.all_to_all_into(received.tensor, sent.tensor)]
             sent.release()
-            sums = self._scratch.lease(parts[0].numel(), dtype)
-            parts = sums.tensor.view(parts.shape[1:])
-            theirs = received.tensor.view(rows)
-            codec.decode(theirs[0], parts)
-            for others in theirs[1:]:
-                codec.add_decoded(others, parts)
+            of_each = [part[0].numel() for part in parts]
+            sums = self._scratch.lease(sum(of_each), dtype)
+            parts = [
+                place.view(part.shape[1:]) for place, part in zip(torch.split(sums.tensor, of_each), parts, strict=True)
+            ]
+            for part, theirs in zip(parts, torch.split(received.tensor.view(shape), widths, -1), strict=True):
+                codec.decode(theirs[0], part)
+                for others in theirs[1:]:
+                    codec.add_decoded(others, part)
             received.release()
         assert sums is not None
-        output.view(n).copy_(sums.tensor)
+        for output, part in zip(outputs, parts, strict=True):
+            output.view(-1).copy_(part.view(-1))
         sums.release()

@@ -18,9 +18,10 @@ there.  This is the hierarchical gather of MiCS (Zhang et al., 2022, section 3.3
 
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, LabelMismatch, ReduceKind, Work, gather_in_turn
+from megazero.comm.interface import Communicator, LabelMismatch, ReduceKind, Work, gather_in_turn, reduce_together
 from megazero.comm.wires.forwarding import ForwardingCommunicator
 from megazero.comm.wires.hops import Hops
 from megazero.memory.lease import Scratch
@@ -68,7 +69,14 @@ class TwoHopCommunicator(ForwardingCommunicator):
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         if self._only is not None:
             return self._only.reduce_scatter_into(output, input, key)
-        return self._hops.begin(self._reduce_scatter(output, input), 2)
+        return self._hops.begin(self._reduce_scatter([output], [input]), 2)
+
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        if self._only is not None:
+            return self._only.reduce_scatter_coalesced(outputs, inputs, keys)
+        return self._hops.begin(self._reduce_scatter(outputs, inputs), 2)
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         if self._only is not None:
@@ -103,13 +111,16 @@ class TwoHopCommunicator(ForwardingCommunicator):
         yield [first, *works[1:]]
         column.release()
 
-    def _reduce_scatter(self, output: Tensor, input: Tensor) -> _Hops:
-        num_nodes, n = self._across.size, output.numel()
-        column = self._scratch.lease(num_nodes * n, input.dtype)
-        nodes = input.view(num_nodes, self._inside.size * n)
-        yield list(map(self._inside.reduce_scatter_into, column.tensor.view(num_nodes, n), nodes))
-        yield [self._across.reduce_scatter_into(output, column.tensor)]
-        column.release()
+    def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Hops:
+        """Sum up each node's whole into the slices of this rank's place, for each node; then those slices."""
+        num_nodes, numels = self._across.size, [output.numel() for output in outputs]
+        leased = self._scratch.lease(num_nodes * sum(numels), inputs[0].dtype)
+        columns = torch.split(leased.tensor, [num_nodes * n for n in numels])
+        places = [place for column in columns for place in column.view(num_nodes, -1)]
+        nodes = [node for input in inputs for node in input.view(num_nodes, -1)]
+        yield [self._inside.reduce_scatter_coalesced(places, nodes)]
+        yield [reduce_together(self._across, outputs, columns)]
+        leased.release()
 
     def _reduce_in_slices(self, tensor: Tensor) -> _Hops:
         flat, per_node = tensor.view(-1), self._inside.size

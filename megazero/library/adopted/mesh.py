@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from megazero.comm.groups import GroupMaker, Limits, Split, gloo_maker, group_maker
-from megazero.comm.interface import Communicator, CompletedWork, ReduceKind, Work, gather_in_turn
+from megazero.comm.interface import Communicator, CompletedWork, ReduceKind, Work, gather_in_turn, reduce_in_turn
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import CONTROL, CONTROL_AXES, GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
@@ -182,6 +182,11 @@ class TwoAxes:
         row = input.new_empty(self._inner.size * output.numel())
         self._outer.reduce_scatter_into(row, input).wait()
         return self._inner.reduce_scatter_into(output, row)
+
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        return reduce_in_turn(self, outputs, inputs, keys)
 
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         raise AssertionError("only gathers and sums cross both axes")

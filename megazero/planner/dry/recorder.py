@@ -258,6 +258,12 @@ class _Recorded:
         wait = self._begun("reduce_scatter", input)
         return _RecordedWork(self._inner.reduce_scatter_into(output, input, key), wait)
 
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[int] | None = None
+    ) -> Work:
+        wait = self._begun("reduce_scatter", *inputs)
+        return _RecordedWork(self._inner.reduce_scatter_coalesced(outputs, inputs, keys), wait)
+
     def all_to_all_into(self, output: Tensor, input: Tensor) -> Work:
         wait = self._begun("all_to_all", input)
         return _RecordedWork(self._inner.all_to_all_into(output, input), wait)

@@ -1,9 +1,10 @@
 """Reduction: gradients go from autograd, bucket by bucket, over the data-parallel axis, to where the plan stores them.
 
-A bucket is *complete* when every parameter that overlaps it has its gradient, and is reduced as soon as all buckets
-behind it in the model have been: every rank launches in the same order, whatever order its gradients arrive in.  At
-most `_MAX_IN_FLIGHT` reductions run beside backward (none without overlap: backward then waits for each).  Where a
-bucket's unreduced gradients are stored follows from the plan (`unreduced.py`).
+One reduction moves a bucket, or neighbours in a section as far as it may move more than a bucket.  It is *complete*
+when every parameter that overlaps it has its gradient, and is launched as soon as all those behind it in the model have
+been: every rank launches in the same order, whatever order its gradients arrive in.  At most `_MAX_IN_FLIGHT` run
+beside backward (none without overlap: backward then waits for each).  Where their unreduced gradients are stored
+follows from the plan (`unreduced.py`).
 
 With contiguous gradients the buffers are slots of an arena that is made once (ZeRO, section 6.3), as many as are
 leased at once when gradients come in the reverse of the parameters' order; any more are leased from the pool.
@@ -13,9 +14,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from megazero.comm.interface import Communicator, Work
+from megazero.comm.interface import Communicator, Work, gather_together, reduce_together
 from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import Problem, UsageError
 from megazero.memory.address_book import ArenaStatistics
@@ -23,8 +25,8 @@ from megazero.memory.arena_scratch import ArenaScratch
 from megazero.memory.lease import Scratch
 from megazero.parallel.gradient_slot import GradientSlot
 from megazero.timers import Timers
-from megazero.zero.gradients.unreduced import make_store
-from megazero.zero.layout import Bucket, FlatLayout, Range
+from megazero.zero.gradients.unreduced import ReducedBucket, make_store
+from megazero.zero.layout import FlatLayout, Reduction
 from megazero.zero.plan import Lifetime, Placement
 from megazero.zero.shards import Shards
 
@@ -32,10 +34,9 @@ _MAX_IN_FLIGHT = 2
 
 
 class _InFlight(NamedTuple):
-    bucket: Bucket
+    reduction: Reduction
     work: Work
-    within: Range
-    reduced: Tensor
+    sums: list[ReducedBucket]
 
 
 class GradientReducer:
@@ -60,8 +61,7 @@ class GradientReducer:
         # One rank's sums are there at once, so that its buckets may leave for host memory without waiting for others.
         self._max_in_flight = _MAX_IN_FLIGHT if zero.overlap_comm and communicator.size > 1 else 0
         self.predivisor = float(num_summed) if zero.prescale_gradients else zero.gradient_predivide_factor
-        self._buckets = shards.layout.trainable_buckets
-        self._buckets_of = shards.layout.buckets_of
+        self._reductions_of = shards.layout.reductions_of
         self.bucket_arena = self._make_arena(list(parameters), buffers) if zero.contiguous_gradients else None
         self.scratch: Scratch = self.bucket_arena or buffers
         """The pool of buckets on the wire; between a backward and the next one other temporaries may use it."""
@@ -80,8 +80,8 @@ class GradientReducer:
         self._is_in_micro_batch = False
         self.present: set[str] = set()
         """The parameters with a gradient in the step so far, on this rank."""
-        self._due: Sequence[Bucket] = ()  # the buckets that this micro-batch's backward fills
-        self._next = -1  # position in self._due of the next bucket to launch; -1: none is left
+        self._due: Sequence[Reduction] = ()  # those of the buckets that this micro-batch's backward fills
+        self._next = -1  # position in self._due of the next one to launch; -1: none is left
 
     @property
     def arenas(self) -> dict[str, ArenaStatistics]:
@@ -94,17 +94,17 @@ class GradientReducer:
         self.present.clear()
         self._store.begin_step()
 
-    def begin_micro_batch(self, buckets: Sequence[Bucket], *, is_last: bool) -> None:
-        """Expect one backward pass, which fills these buckets; is_last: none of the step's later ones does."""
+    def begin_micro_batch(self, due: Sequence[Reduction], *, is_last: bool) -> None:
+        """Expect one backward pass, which fills the buckets of these; is_last: none of the step's later ones does."""
         self._is_in_micro_batch = True
         if self._store.is_due(last_micro_batch=is_last):
-            self._missing = {bucket.index: set(bucket.fragments) for bucket in buckets}
+            self._missing = {reduction.index: set(reduction.fragments) for reduction in due}
             self._arrived = set()
-            self._due = buckets
-            self._next = len(buckets) - 1
+            self._due = due
+            self._next = len(due) - 1
 
     def gradient_ready(self, name: str) -> None:
-        """Store a parameter's finished gradient, and launch completed buckets.  Raises UsageError on a second one."""
+        """Store a parameter's finished gradient, and launch what it completes.  Raises UsageError on a second one."""
         if self._is_in_micro_batch:
             self.present.add(name)
         self._store.arrive(name)
@@ -115,10 +115,10 @@ class GradientReducer:
             legal = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); one backward a micro-batch"
             raise UsageError(Problem(f"a second gradient of {name} in one micro-batch", rule, legal))
         self._arrived.add(name)
-        for bucket in reversed(self._buckets_of.get(name, ())):  # none if it has no elements
-            self._store.deposit(bucket, name)
-            self._missing[bucket.index].discard(name)
-            if not self._missing[bucket.index]:
+        for reduction in reversed(self._reductions_of.get(name, ())):  # none if it has no elements
+            self._store.deposit(reduction, name)
+            self._missing[reduction.index].discard(name)
+            if not self._missing[reduction.index]:
                 self._launch_complete()
         self._store.free(name)
 
@@ -127,7 +127,7 @@ class GradientReducer:
         return self._store.gradient_slot(name) if self._is_in_micro_batch else None
 
     def end_micro_batch(self) -> None:
-        """Launch the buckets that are left after backward; parameters without a gradient count as zeros.
+        """Launch the reductions that are left after backward; parameters without a gradient count as zeros.
 
         Raises UsageError with their names where unused parameters are not ignored.
         """
@@ -155,25 +155,25 @@ class GradientReducer:
         self._store.settle()
 
     def _make_arena(self, names: Sequence[str], buffers: Scratch) -> ArenaScratch | None:
-        """Make slots for the buckets leased at once, or for one update's gradients; None where no bucket is leased."""
+        """Make slots for the reductions leased at once, or for one update's gradients; None where none is leased."""
         shards, plan = self._shards, self._shards.plan
         if plan.gradient.lifetime is not Lifetime.RESIDENT:
             num_slots = most_out_at_once(shards.layout, names, self._max_in_flight)
-        elif plan.gradient_wire != plan.gradient.dtype and self._buckets:
+        elif plan.gradient_wire != plan.gradient.dtype and shards.layout.reductions:
             num_slots = max(self._max_in_flight, 1)
         else:
             num_slots = 0
         if not num_slots:
             return None
-        slot_bytes = shards.layout.max_bucket_numel * plan.gradient_wire.itemsize
-        updated = (shards.owned(bucket).numel for bucket in self._buckets if shards.home(bucket).is_device)
+        slot_bytes = shards.layout.max_reduced_numel * plan.gradient_wire.itemsize
+        buckets = shards.layout.trainable_buckets
+        updated = (shards.owned(bucket).numel for bucket in buckets if shards.home(bucket).is_device)
         update_bytes = max(updated, default=0) * plan.optimizer.itemsize
         num_slots = max(num_slots, -(-update_bytes // slot_bytes))
         return ArenaScratch(num_slots, slot_bytes, shards.device, fallback=buffers, ledger=shards.ledger)
 
     def _check_all_arrived(self) -> None:
-        pending = [bucket for bucket in self._due[: self._next + 1] if self._missing[bucket.index]]
-        unused = sorted({name for bucket in pending for name in self._missing[bucket.index]})
+        unused = sorted({name for pending in self._due[: self._next + 1] for name in self._missing[pending.index]})
         if unused:
             rule = "every trainable parameter has a part in the loss (ignore_unused_parameters is false)"
             legal = "freeze them, use them, or set ignore_unused_parameters"
@@ -186,52 +186,55 @@ class GradientReducer:
     def _launch(self) -> None:
         while len(self._in_flight) >= max(self._max_in_flight, 1):  # before another reduction takes its buffers
             self._finish_oldest()
-        bucket = self._due[self._next]
+        reduction = self._due[self._next]
         self._next -= 1
-        whole = self._store.close(bucket, self._missing[bucket.index])
+        whole = self._store.close(reduction, self._missing[reduction.index])
         if self.predivisor != 1.0:
             whole.div_(self.predivisor)
-        partition = self._shards.partition(bucket)
-        mine = whole[partition.start - bucket.start : partition.stop - bucket.start]
+        is_whole = self._is_replicated and not self._zero.reduce_scatter
+        sums = []
+        for bucket in reduction.buckets:
+            within = bucket.range if is_whole else self._shards.partition(bucket)
+            place = whole[within.start - reduction.start : within.stop - reduction.start]
+            sums.append(ReducedBucket(bucket, within, place))
         if self._zero.reduce_scatter:
-            work = self._communicator.reduce_scatter_into(mine, whole, key=bucket.index)
-            flight = _InFlight(bucket, work, partition, mine)
-        elif self._is_replicated:
-            flight = _InFlight(bucket, self._communicator.all_reduce(whole), bucket.range, whole)
+            inputs = torch.split(whole, [bucket.numel for bucket in reduction.buckets])
+            keys = [bucket.index for bucket in reduction.buckets]
+            work = reduce_together(self._communicator, [each.reduced for each in sums], inputs, keys)
         else:
-            flight = _InFlight(bucket, self._communicator.all_reduce(whole), partition, mine)
-        self._in_flight.append(flight)
+            work = self._communicator.all_reduce(whole)
+        self._in_flight.append(_InFlight(reduction, work, sums))
         if not self._max_in_flight:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        bucket, work, within, reduced = self._in_flight.popleft()
+        reduction, work, sums = self._in_flight.popleft()
         with self._timers.measure("grads-reduce"):
             work.wait()
-        self._store.finish(bucket, within, reduced)
-        if self._is_replicated and within != bucket.range:  # the second half of an all-reduce
-            whole = self._shards.reduced_gradient(bucket, bucket.range)
-            mine = self._shards.reduced_gradient(bucket, within)
-            self._gathering.append(self._communicator.all_gather_into(whole, mine))
+        self._store.finish(reduction, sums)
+        if self._is_replicated and any(within != bucket.range for bucket, within, _ in sums):
+            # The second half of an all-reduce.
+            wholes = [self._shards.reduced_gradient(bucket, bucket.range) for bucket in reduction.buckets]
+            mine = [self._shards.reduced_gradient(bucket, within) for bucket, within, _ in sums]
+            self._gathering.append(gather_together(self._communicator, wholes, mine))
 
 
 def most_out_at_once(layout: FlatLayout, names: Sequence[str], max_in_flight: int) -> int:
-    """Return the most buckets filled or reduced at once, if gradients come from the last name to the first.
+    """Return the most reductions filled or in flight at once, if gradients come from the last name to the first.
 
     max_in_flight: reductions that run beside backward; with 0 backward waits for each.
     """
-    buckets = layout.trainable_buckets
-    missing = {bucket.index: set(bucket.fragments) for bucket in buckets}
+    missing = [set(reduction.fragments) for reduction in layout.reductions]
     still_open: set[int] = set()
-    in_flight, most = min(max_in_flight, len(buckets)), 0  # reductions of the micro-batch before
-    last = len(buckets) - 1
+    in_flight, most = min(max_in_flight, len(missing)), 0  # reductions of the micro-batch before
+    last = len(missing) - 1
     for name in reversed(names):
-        for bucket in reversed(layout.buckets_of.get(name, ())):
-            still_open.add(bucket.index)
+        for reduction in reversed(layout.reductions_of.get(name, ())):
+            still_open.add(reduction.index)
             most = max(most, len(still_open) + in_flight)
-            missing[bucket.index].discard(name)
-            while last >= 0 and not missing[buckets[last].index]:
-                still_open.discard(buckets[last].index)
+            missing[reduction.index].discard(name)
+            while last >= 0 and not missing[last]:
+                still_open.discard(last)
                 in_flight = min(in_flight + 1, max_in_flight)  # the oldest is waited for before another is sent
                 last -= 1
     return most

@@ -38,7 +38,7 @@ class GradientSums:
     def __init__(self, shards: Shards, mesh: Mesh, buffers: Scratch) -> None:
         """List what is to be summed.
 
-        buffers: a pool whose leases may be as large as the layout's largest bucket in the gradients' dtype.
+        buffers: a pool whose leases may be as large as the layout's largest reduction in the gradients' dtype.
         """
         self._shards = shards
         self._buffers = buffers
@@ -86,7 +86,7 @@ class GradientSums:
 
     def _packs(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
         """Group runs so that each group fits into one buffer."""
-        room = self._shards.layout.max_bucket_numel
+        room = self._shards.layout.max_reduced_numel
         pack: list[_Run] = []
         for run in runs:
             if pack and sum(packed.within.numel for packed in pack) + run.within.numel > room:

@@ -15,7 +15,7 @@ operation instead of one for each parameter.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,12 +24,20 @@ from torch import Tensor, nn
 from megazero.memory.copies import Arrival
 from megazero.memory.lease import Lease, Scratch
 from megazero.parallel.gradient_slot import GradientSlot, add_to
-from megazero.zero.layout import Bucket, Range
+from megazero.zero.layout import Bucket, Range, Reduction
 from megazero.zero.plan import Lifetime
 from megazero.zero.shards import Shards
 
 # Parts of sums on their way home beside those that are being reduced.
 _MAX_UNDER_WAY = 2
+
+
+class ReducedBucket(NamedTuple):
+    """The sums of a part of a bucket, `reduced` [numel of within]."""
+
+    bucket: Bucket
+    within: Range
+    reduced: Tensor
 
 
 class UnreducedGradients(Protocol):
@@ -47,17 +55,17 @@ class UnreducedGradients(Protocol):
     def arrive(self, name: str) -> None:
         """Take a gradient that backward has finished; called in every micro-batch."""
 
-    def deposit(self, bucket: Bucket, name: str) -> None:
-        """Store the part of a finished gradient that lies in `bucket`."""
+    def deposit(self, reduction: Reduction, name: str) -> None:
+        """Store the part of a finished gradient that lies in `reduction`."""
 
     def free(self, name: str) -> None:
         """Free the tensor of a gradient whose parts have all been deposited."""
 
-    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        """Return the bucket's gradients [numel] in the wire's dtype, zeros for `missing`, ready to be reduced."""
+    def close(self, reduction: Reduction, missing: set[str]) -> Tensor:
+        """Return a reduction's gradients [numel] in the wire's dtype, zeros for `missing`, ready to be reduced."""
 
-    def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
-        """Store the sums of the oldest reduction, `reduced` [numel of within], or begin to."""
+    def finish(self, reduction: Reduction, sums: Sequence[ReducedBucket]) -> None:
+        """Store the sums of the oldest reduction, those of each bucket, or begin to."""
 
     def settle(self) -> None:
         """Wait until the host may read every sum that is stored."""
@@ -91,15 +99,24 @@ class Departures:
         self._buffers = buffers
         self._under_way: deque[_Departure] = deque()
 
-    def expect(self, bucket: Bucket) -> None:
-        """Begin to read the sums in a file that others are going to be added to."""
-        self._shards.fetch_gradient(bucket)
+    def expect(self, reduction: Reduction) -> None:
+        """Begin to read the first sums in a file that others are going to be added to."""
+        away = (bucket for bucket in reduction.buckets if not self._shards.home(bucket).is_device)
+        if (first := next(away, None)) is not None:
+            self._shards.fetch_gradient(first)
 
-    def send(self, bucket: Bucket, within: Range, reduced: Tensor, lease: Lease | None, *, adds: bool) -> None:
-        """Begin to copy sums home, or to add them to those there.
+    def send(self, sums: Sequence[ReducedBucket], lease: Lease | None, *, adds: bool) -> None:
+        """Begin to copy a reduction's sums home, or to add them to those there.
 
-        lease: the memory of `reduced`, released here; None if it stays unchanged until `settle`.
+        lease: their memory, released behind the last of them; None if it stays unchanged until `settle`.
         """
+        # Those that leave the device are the last to need the memory, and are waited for in order.
+        in_order = sorted(sums, key=lambda each: not self._shards.home(each.bucket).is_device)
+        for index, each in enumerate(in_order, 1):
+            self._send(each, lease if index == len(in_order) else None, adds=adds)
+
+    def _send(self, sums: ReducedBucket, lease: Lease | None, *, adds: bool) -> None:
+        bucket, within, reduced = sums
         shards, home = self._shards, self._shards.home(bucket)
         if home.is_device:
             target = shards.reduced_gradient(bucket, within)
@@ -204,22 +221,22 @@ class ResidentGradients:
             self._parameters[name].grad = None
         self._arrived.clear()
 
-    def deposit(self, bucket: Bucket, name: str) -> None:
+    def deposit(self, reduction: Reduction, name: str) -> None:
         """Do nothing: autograd has added in place."""
 
     def free(self, name: str) -> None:
         """Do nothing: the flat tensor stays."""
 
-    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        whole = self._shards.resident_gradient(bucket, bucket.range)
+    def close(self, reduction: Reduction, missing: set[str]) -> Tensor:
+        whole = self._shards.resident_gradient(reduction, reduction.range)
         if self._arrived:
             self._add_arrived()
-        for fragment in bucket.fragments.values():
+        for fragment in reduction.fragments.values():
             if not fragment.spec.accumulates_in_place:
                 self._complete(fragment.spec.name)
         if not self._converts:
             return whole
-        self._sent.append(self._buffers.lease(bucket.numel, self._shards.plan.gradient_wire))
+        self._sent.append(self._buffers.lease(reduction.numel, self._shards.plan.gradient_wire))
         return self._sent[-1].tensor.copy_(whole)
 
     def _move(self, name: str) -> None:
@@ -238,10 +255,11 @@ class ResidentGradients:
             tensor, is_first = self.gradient_slot(name)
             add_to(tensor, tensor.new_zeros(()) if gradient is None else gradient, is_first=is_first)
 
-    def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+    def finish(self, reduction: Reduction, sums: Sequence[ReducedBucket]) -> None:
         lease = self._sent.popleft() if self._converts else None
-        if lease is not None or not self._shards.reduces_in_place(bucket):
-            self._departures.send(bucket, within, reduced, lease, adds=False)
+        if lease is None:
+            sums = [each for each in sums if not self._shards.reduces_in_place(each.bucket)]
+        self._departures.send(sums, lease, adds=False)
 
     def settle(self) -> None:
         self._departures.settle()
@@ -275,16 +293,16 @@ class LeasedGradients:
         self._every_micro_batch = every_micro_batch
         self._at_once = at_once
         self._reads_ahead = reads_ahead
-        self._open: dict[int, Lease] = {}  # being filled, by bucket
-        self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill a bucket anew
+        self._open: dict[int, Lease] = {}  # being filled, by reduction
+        self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill one anew
         self._departures = Departures(shards, buffers)
-        self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
-        self._written: dict[int, set[str]] = {}  # parameters whose gradient is in the buffer already, by bucket
-        buckets_of = shards.layout.buckets_of
-        self._last_buckets = {name: buckets[0].index for name, buckets in buckets_of.items()}
-        # A layer writes into the one bucket that its parameter lies in; a gradient that spans buckets is copied.
-        in_one = {name: buckets[0] for name, buckets in buckets_of.items() if len(buckets) == 1}
-        self._bucket_of_slot = in_one if every_micro_batch and at_once else {}
+        self._has_sum: set[int] = set()  # reductions whose sums of earlier micro-batches are at home
+        self._written: dict[int, set[str]] = {}  # parameters whose gradient is in the buffer already, by reduction
+        reductions_of = shards.layout.reductions_of
+        self._last_of = {name: reductions[0].index for name, reductions in reductions_of.items()}
+        # A layer writes into the one buffer that its parameter lies in; a gradient that spans several is copied.
+        in_one = {name: reductions[0] for name, reductions in reductions_of.items() if len(reductions) == 1}
+        self._reduction_of_slot = in_one if every_micro_batch and at_once else {}
 
     def begin_step(self) -> None:
         self._has_sum.clear()
@@ -293,24 +311,24 @@ class LeasedGradients:
         return self._every_micro_batch or last_micro_batch
 
     def gradient_slot(self, name: str) -> GradientSlot | None:
-        if name not in self._bucket_of_slot:
+        if name not in self._reduction_of_slot:
             return None
-        bucket = self._bucket_of_slot[name]
-        written = self._written.setdefault(bucket.index, set())
+        reduction = self._reduction_of_slot[name]
+        written = self._written.setdefault(reduction.index, set())
         is_first = name not in written
         written.add(name)
-        within = bucket.fragments[name].within
-        memory = self._buffer(bucket)[within.start - bucket.start : within.stop - bucket.start]
+        within = reduction.fragments[name].within
+        memory = self._buffer(reduction)[within.start - reduction.start : within.stop - reduction.start]
         return GradientSlot(memory.view(self._parameters[name].shape), is_first)
 
     def arrive(self, name: str) -> None:
         """Do nothing: a gradient is copied by `deposit`."""
 
-    def deposit(self, bucket: Bucket, name: str) -> None:
+    def deposit(self, reduction: Reduction, name: str) -> None:
         if not self._at_once:
             return
-        if name not in self._written.get(bucket.index, ()):
-            self._fill(bucket, (name,))
+        if name not in self._written.get(reduction.index, ()):
+            self._fill(reduction, (name,))
             return
         gradient, slot = self._parameters[name].grad, self.gradient_slot(name)
         if gradient is not None and slot is not None:  # autograd's part, from a use beside the layer's
@@ -320,22 +338,22 @@ class LeasedGradients:
         if self._at_once:
             self._parameters[name].grad = None
 
-    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        self._fill(bucket, missing if self._at_once else bucket.fragments)
+    def close(self, reduction: Reduction, missing: set[str]) -> Tensor:
+        self._fill(reduction, missing if self._at_once else reduction.fragments)
         if not self._at_once:
-            for name in bucket.fragments:
-                if self._last_buckets[name] == bucket.index:  # buckets are closed from the last to the first
+            for name in reduction.fragments:
+                if self._last_of[name] == reduction.index:  # they are closed from the last to the first
                     self._parameters[name].grad = None
-        if self._reads_ahead and bucket.index in self._has_sum:
-            self._departures.expect(bucket)
-        self._written.pop(bucket.index, None)
-        self._sent.append(self._open.pop(bucket.index))
+        if self._reads_ahead and reduction.index in self._has_sum:
+            self._departures.expect(reduction)
+        self._written.pop(reduction.index, None)
+        self._sent.append(self._open.pop(reduction.index))
         return self._sent[-1].tensor
 
-    def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
-        lease, adds = self._sent.popleft(), bucket.index in self._has_sum
-        self._has_sum.add(bucket.index)
-        self._departures.send(bucket, within, reduced, lease, adds=adds)
+    def finish(self, reduction: Reduction, sums: Sequence[ReducedBucket]) -> None:
+        lease, adds = self._sent.popleft(), reduction.index in self._has_sum
+        self._has_sum.add(reduction.index)
+        self._departures.send(sums, lease, adds=adds)
 
     def settle(self) -> None:
         self._departures.settle()
@@ -344,28 +362,28 @@ class LeasedGradients:
         self._written.clear()
         while self._open:
             self._open.popitem()[1].release()
-        for name in self._last_buckets:
+        for name in self._last_of:
             self._parameters[name].grad = None
 
-    def _fill(self, bucket: Bucket, names: Iterable[str]) -> None:
-        """Copy parameters' gradients into the bucket, zeros for those that got none."""
-        whole = self._buffer(bucket)
+    def _fill(self, reduction: Reduction, names: Iterable[str]) -> None:
+        """Copy parameters' gradients into the buffer, zeros for those that got none."""
+        whole = self._buffer(reduction)
         for name in names:
-            fragment = bucket.fragments[name]
-            target = whole[fragment.within.start - bucket.start : fragment.within.stop - bucket.start]
+            fragment = reduction.fragments[name]
+            target = whole[fragment.within.start - reduction.start : fragment.within.stop - reduction.start]
             gradient = self._parameters[name].grad
             if gradient is None:
                 target.zero_()
             else:
                 target.copy_(gradient.reshape(-1)[fragment.start : fragment.stop])
 
-    def _buffer(self, bucket: Bucket) -> Tensor:
-        if bucket.index not in self._open:
-            lease = self._buffers.lease(bucket.numel, self._shards.plan.gradient_wire)
-            for start, stop in bucket.padding:
-                lease.tensor[start - bucket.start : stop - bucket.start].zero_()
-            self._open[bucket.index] = lease
-        return self._open[bucket.index].tensor
+    def _buffer(self, reduction: Reduction) -> Tensor:
+        if reduction.index not in self._open:
+            lease = self._buffers.lease(reduction.numel, self._shards.plan.gradient_wire)
+            for start, stop in reduction.padding:
+                lease.tensor[start - reduction.start : stop - reduction.start].zero_()
+            self._open[reduction.index] = lease
+        return self._open[reduction.index].tensor
 
 
 def make_store(

@@ -138,6 +138,36 @@ def test_sums(num_nodes: int, per_node: int, dtype: torch.dtype, seed: int | Non
             assert 0 < (expected.double() - exact[rank]).abs().max() < 0.2 * size, "near the sum, but not the sum"
 
 
+def together(rank: int, num_nodes: int, per_node: int) -> list[tuple[Tensor, list[int], list[int]]]:
+    """Sum three tensors twice, by one call and by a call for each; return the last sums, and calls and bytes by hop."""
+    size, numels, found = num_nodes * per_node, (NUMEL, 1, 33), []
+    for is_one_call in (True, False):
+        axes = node_axes(rank, num_nodes, per_node)
+        feedback = ErrorFeedback(0.5, 10**9, axes.pool.keep)
+        axis = QuantizedReduceScatter(
+            axes.inside, axes.across, axes.whole, INSIDE, ACROSS, axes.pool, feedback=feedback
+        )
+        outputs = [torch.empty(numel) for numel in numels]
+        for call in range(2):
+            inputs = [drawn(rank + 10 * call, size * numel) for numel in numels]
+            if is_one_call:
+                axis.reduce_scatter_coalesced(outputs, inputs, (3, 4, 9)).wait()
+            else:
+                for output, input, key in zip(outputs, inputs, (3, 4, 9), strict=True):
+                    axis.reduce_scatter_into(output, input, key).wait()
+        counts = [axes.meter.count(name, "all_to_all") for name in ("inside", "across")]
+        found.append((torch.cat(outputs), [count.calls for count in counts], [count.nbytes for count in counts]))
+        axes.check_finished()
+    return found
+
+
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(2, 2), (1, 2)])
+def test_several_tensors_are_summed_by_one_exchange(num_nodes: int, per_node: int) -> None:
+    for at_once, apart in run_ranks(num_nodes * per_node, together, num_nodes, per_node):
+        assert torch.equal(at_once[0], apart[0]) and at_once[2] == apart[2]
+        assert [3 * calls for calls in at_once[1]] == apart[1] and at_once[1][0] == 2
+
+
 def overflow(rank: int, bad: float) -> list[bool]:
     """Sum numbers of which one on rank 1 is not finite; return which are finite."""
     axes = node_axes(rank, 2, 2)

@@ -177,7 +177,7 @@ def buffers_used(rank: int, depth: int, bucket: int) -> int:
         engine.finish_reductions()
     engine.close()
     arena = engine.gradient_arenas["buckets"]
-    return buffers.num_buffers + arena.capacity_bytes // (4 * engine.layout.max_bucket_numel)
+    return buffers.num_buffers + arena.capacity_bytes // (4 * engine.layout.max_reduced_numel)
 
 
 @pytest.mark.gloo
@@ -239,7 +239,7 @@ def arrive_in_order(rank: int) -> tuple[int, list[float]]:
     parameters = dict(model.named_parameters())
     reducer = engine._reducer
     engine.begin_step()
-    reducer.begin_micro_batch(engine.layout.trainable_buckets, is_last=True)
+    reducer.begin_micro_batch(engine.layout.reductions, is_last=True)
     for number, name in enumerate(parameters):
         parameters[name].grad = torch.full_like(parameters[name], float(number + rank))
         reducer.gradient_ready(name)
@@ -275,7 +275,7 @@ def launch_order(rank: int, order: tuple[str, ...]) -> list[int]:
     reducer._communicator = Recording()
     parameters = dict(model.named_parameters())
     engine.begin_step()
-    reducer.begin_micro_batch(engine.layout.trainable_buckets, is_last=True)
+    reducer.begin_micro_batch(engine.layout.reductions, is_last=True)
     for name in order:
         parameters[name].grad = torch.full_like(parameters[name], float(name.split(".")[1]) + 1)
         reducer.gradient_ready(name)
