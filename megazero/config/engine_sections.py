@@ -135,8 +135,8 @@ class ZeroConfig:
     )
     prefetch_bucket_size: int | None = setting(
         None,
-        help="stage 3: most parameter elements gathered ahead of use; 0 gathers each unit when it is needed;"
-        " without it, as many as the largest unit has",
+        help="stage 3: most parameter elements gathered ahead of use, or kept from forward to backward in their place;"
+        " 0 gathers each unit when it is needed; without it, as many as the largest unit has",
         unit="elements",
         aliases=("stage3-prefetch-bucket-size",),
         ge=0,
@@ -165,7 +165,7 @@ class ZeroConfig:
     max_reuse_distance: int = setting(
         0,
         help="stage 3: keep a unit gathered when it is needed again within this many elements of parameters;"
-        " 0 releases what is not needed next",
+        " 0 releases what is not needed next and has no room in the prefetch window",
         unit="elements",
         aliases=("stage3-max-reuse-distance",),
         ge=0,

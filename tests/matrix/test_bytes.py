@@ -77,12 +77,13 @@ def check_traffic(cell: Cell, outcome: Outcome, padded: int) -> None:
 def gathered() -> dict[str, int]:
     """Return how often each unit is gathered in a micro-batch.
 
-    Blocks and the final norm are gathered for forward and for backward; the position table for forward alone, since
-    nothing in backward reads it; the tied matrix for the embedding and for the head, whose gradients are made in
-    forward.
+    Blocks are gathered for forward and for backward, but for the last one, which stays with the final norm; the
+    position table for forward alone, since nothing in backward reads it; the tied matrix for the embedding and for the
+    head, whose gradients are made in forward.
     """
-    blocks = {f"layers.{index}": 2 for index in range(int(SETTINGS["num_layers"]))}
-    return {"embedding.word": 2, "embedding.position": 1, "final_norm": 2, **blocks}
+    last = int(SETTINGS["num_layers"]) - 1
+    blocks = {f"layers.{index}": 2 for index in range(last)}
+    return {"embedding.word": 2, "embedding.position": 1, "final_norm": 1, **blocks, f"layers.{last}": 1}
 
 
 def check_tensor_parallel_traffic(cell: Cell, outcome: Outcome) -> None:

@@ -17,6 +17,7 @@ from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 RANKS = 2
+NORM = 2 * 60 + (-2 * 60) % (16 * RANKS)  # elements of the final norm, padded
 
 
 class FlatsAlive(TorchDispatchMode):
@@ -93,14 +94,24 @@ def test_without_look_ahead_there_is_one_unit_at_a_time() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("depth", [1, 6])
+@pytest.mark.parametrize("depth", [2, 6])
 def test_a_step_moves_less_than_three_psi(depth: int) -> None:
-    """All units but the position table are gathered twice: the tied matrix for embedding and head, not for backward."""
+    """Units are gathered twice: the tied matrix for embedding and head, not for backward.
+
+    Once are the position table, and the last block and the final norm, which stay from forward to backward.
+    """
     (seen, _) = run_ranks(RANKS, third_step, depth, {})
     position = 24 * 60 + (-24 * 60) % (16 * RANKS)
     assert seen.reduced == seen.padded
-    assert seen.gathered == 2 * seen.padded - position
+    assert seen.gathered == 2 * seen.padded - position - seen.largest_unit - NORM
     assert seen.gathered + seen.reduced < 3 * seen.padded
+
+
+@pytest.mark.gloo
+def test_a_model_no_larger_than_two_units_is_gathered_once() -> None:
+    (seen, _) = run_ranks(RANKS, third_step, 1, {})
+    assert seen.counted_peak < seen.padded <= 2 * seen.largest_unit, "backward does not read the position table"
+    assert (seen.gathered, seen.left) == (seen.padded, 0)
 
 
 @pytest.mark.gloo
@@ -109,7 +120,7 @@ def test_an_untied_head_is_gathered_once() -> None:
     (seen, _) = run_ranks(RANKS, third_step, 1, {"untie_embeddings_and_output_weights": True})
     position = 24 * 60 + (-24 * 60) % (16 * RANKS)
     head = seen.word
-    assert seen.gathered == 2 * seen.padded - position - seen.word - head
+    assert seen.gathered == 2 * seen.padded - position - seen.word - head - seen.largest_unit - NORM
 
 
 @pytest.mark.gloo

@@ -169,9 +169,10 @@ def test_stage_3_gathers_once_a_window(takes_turns: bool, train: Train) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("settings", [{"num_layers": 4}, TURNS, {**TURNS, "num_layers": 6}], ids=str)
 def test_stage_3_without_windows_holds_two_units(settings: dict[str, Any], train: Train) -> None:
-    """A unit is gathered for every forward and backward, but not again if it is the one used next: never more often.
+    """A unit is gathered for every forward and backward, but not again if it has room until its next use.
 
-    The last stage alternates forwards and backwards as an uncut model does, so the count is exact there.
+    The last stage alternates forwards and backwards as an uncut model does, so the count is exact there: the last layer
+    and the final norm stay from forward to backward.
     """
     m = 4
     cell_ = cell(pp=2, dp=2, accumulation=m, stage=3, settings=settings)
@@ -179,9 +180,9 @@ def test_stage_3_without_windows_holds_two_units(settings: dict[str, Any], train
         units = outcome.unit_numel
         most = sum(padded * m * (1 if unit.startswith("embedding") else 2) for unit, padded in units.items())
         gathered = outcome.comm_bytes["dp"]["all_gather"]
-        assert m * sum(units.values()) * BYTES // 2 < gathered <= most * BYTES // 2
+        assert sum(units.values()) * BYTES // 2 < gathered <= most * BYTES // 2
         if chunks(cell_) == 1 and stage_of(cell_, rank) == 1:
-            assert gathered == most * BYTES // 2
+            assert gathered == (most - m * (units["layers.3"] + units["final_norm"])) * BYTES // 2
         left, peak = outcome.gathered_numel
         assert left == 0 and peak <= 2 * max(units.values()), "one in use, one ahead"
         assert outcome.comm_bytes["dp"]["reduce_scatter"] == m * outcome.layout[0] * BYTES // 2

@@ -84,6 +84,8 @@ def gathered(**zero: Any) -> Gathered:
 
 # The last layer's backward follows its forward at once, so its unit is gathered once for both.
 EACH_USE = 2 * DEPTH - 1
+# So is the one before it, where a unit is gathered ahead of its use: it has that one's room.
+AHEAD = EACH_USE - 1
 
 
 # prefetch_bucket_size, overlap_comm
@@ -148,9 +150,9 @@ def test_what_stays_whole_is_published_once_and_never_gathered(zero: dict[str, A
     """The biases of the first layers stay whole first, and a layer whose bias is whole gathers its matrix alone."""
     run = gathered(**zero)
     sizes = [MATRIX] * whole_biases + [UNIT] * (DEPTH - whole_biases)
-    elements = 2 * sum(sizes) - sizes[-1] + whole_biases * PADDED_BIAS
+    elements = 2 * sum(sizes) - sum(sizes[-2:]) + whole_biases * PADDED_BIAS
     assert run.nbytes == ITEMSIZE * elements * (RANKS - 1) // RANKS
-    assert run.calls == EACH_USE + whole_biases
+    assert run.calls == AHEAD + whole_biases
     assert run.parameter_bytes == ITEMSIZE * (sum(sizes) // RANKS + whole_biases * PADDED_BIAS)
 
 
@@ -236,7 +238,7 @@ def test_what_autograd_saves_of_a_unit_leaves_memory_unless_told() -> None:
 
 @pytest.mark.gloo
 def test_what_stays_in_memory_is_not_gathered_for_backward() -> None:
-    assert gathered(memory_efficient_linear=True).calls == EACH_USE
+    assert gathered(memory_efficient_linear=True).calls == AHEAD
     assert gathered(memory_efficient_linear=False).calls == DEPTH
 
 

@@ -272,8 +272,13 @@ class Bounds:
         once = collective_seconds(best, "all_reduce", nbytes / shards.size, replicas)
         gathered = 0.0
         if plan.parameter.placement is Placement.PARTITIONED:
-            # The layer that is needed next stays gathered where forward turns to backward, and backward to forward.
-            of_layers = max(layers - 2, 0) * (derived.block_matrices(config.model) // choice.tensor_model_parallel_size)
+            # Layers that are needed soon stay gathered where forward turns to backward, and backward to forward, as
+            # many as have room in the elements of the largest unit, a layer or a table, and of the prefetch window.
+            layer = derived.block_matrices(config.model) // choice.tensor_model_parallel_size
+            rows = derived.vocab_rows(config, self.vocab_size)
+            largest = max(layer, rows * config.model.hidden_size // choice.tensor_model_parallel_size)
+            ahead = largest if zero.prefetch_bucket_size is None else zero.prefetch_bucket_size
+            of_layers = max(layers - (largest + ahead) // layer, 0) * layer
             width = zero.zero_quantized_weights_bits / 8 if choice.zero_quantized_weights else plan.parameter.itemsize
             whole = collective_seconds(best, "all_gather", of_layers * width, shards)
             once, gathered = (max(once, whole), 0.0) if zero.zero_hpz_partition_size > 1 else (once, 2 * whole)

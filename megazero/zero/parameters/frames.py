@@ -240,7 +240,7 @@ class _SavedTensors:
     def _unpack(self, packed: Any) -> Any:
         if not (isinstance(packed, _SavedView) and packed.gather is self._gather):
             return self._unpack_other(packed)
-        if self._gather.unit_of_memory(packed.tensor) is not None:  # else the tensor has retained its memory
+        if self._unit_of(packed.tensor) is not None:  # else the tensor has retained its memory
             self._gather.gather_for_backward(packed.unit)
             if torch.is_grad_enabled():  # this backward makes a graph itself, whose saved tensors no hook catches
                 self._gather.share(packed.unit)

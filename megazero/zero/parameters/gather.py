@@ -77,6 +77,7 @@ class ParameterGather:
         largest = max(numel.values(), default=0)
         prefetch_numel = largest if zero.prefetch_bucket_size is None else zero.prefetch_bucket_size
         self._prefetch_numel = prefetch_numel if zero.overlap_comm else 0  # elements to gather ahead of their use
+        self._room = largest + self._prefetch_numel if self._prefetch_numel else 0  # of a use and what is ahead of it
         self._orders = {True: UseOrder(numel), False: UseOrder(numel)}  # passes with a backward, passes without
         self._order = self._orders[True]
         self._fetch_partition, self._forget_fetches = shards.fetch_partition, shards.forget_fetches
@@ -255,7 +256,7 @@ class ParameterGather:
 
     def _gather(self, unit: GatheredUnit, why: str) -> None:
         """Gather a unit, and wait until it is whole."""
-        unit.is_prefetched = False
+        unit.is_prefetched = unit.has_room = False
         if unit.state is not UnitState.WHOLE:
             self._make_room(unit)
             self.memory.allocate(unit)
@@ -326,11 +327,20 @@ class ParameterGather:
         return unit.name in self._retained and self.memory.live_numel <= self._zero.max_live_parameters
 
     def _is_worth_retaining(self, unit: GatheredUnit) -> bool:
+        """Return True for a unit that is needed again soon.
+
+        What has room beside all that is used before it stays too: where forward turns into backward, what would be
+        gathered ahead is what forward has just used.
+        """
         if self._is_retained(unit):
             return True
         distance = self._order.distance(unit.name)
-        within = distance is not None and distance <= self._zero.max_reuse_distance
-        return within and self.memory.live_numel <= self._zero.max_live_parameters
+        if distance is None or self.memory.live_numel > self._zero.max_live_parameters:
+            return False
+        if distance > self._zero.max_reuse_distance and not unit.has_room:
+            unit.has_room = self._order.fits(unit.name, self._room)
+            return unit.has_room
+        return True
 
 
 def in_backward() -> bool:

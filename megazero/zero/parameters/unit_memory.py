@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +28,8 @@ from megazero.zero.parameters.guard import guard, unguard
 from megazero.zero.parameters.secondary import SecondaryPartitions
 from megazero.zero.shards import Shards
 
-_STORAGE_ADDRESS: Any = vars(torch._C)["_storage_address"]
+# An identity of a tensor's storage, the same for all its views and through resizing.
+_address: Callable[[torch.Tensor], int] = vars(torch._C)["_storage_address"]
 
 
 class UnitState(Enum):
@@ -46,6 +46,7 @@ class GatheredUnit:
 
     index: its place among the units, the same on all ranks.  gathers: its buckets by the message that gathers them.
     pins: how many uses need it now.  is_prefetched: whether it is gathered (in part) for a use that has not come yet.
+    has_room: whether it has been found to have room until its next use, beside all that is used before.
     awaited: its trainable parameters whose gradients have not come in this pass; releases_early: whether the unit is
     not needed once all have.  shared: whether other tensors refer to its memory, and retain it beyond the release.
     recomputed_in: the backward whose recomputation used it, which may walk what it has recomputed in a backward of its
@@ -63,6 +64,7 @@ class GatheredUnit:
     state: UnitState = UnitState.PARTITIONED
     pins: int = 0
     is_prefetched: bool = False
+    has_room: bool = False
     shared: bool = False
     recomputed_in: int | None = None
     was_pinned_by_user: bool = False
@@ -255,7 +257,7 @@ class UnitMemory:
                 self._shards.ledger.resized(flat)
         each(guard, unit.parameters)
         unit.state = UnitState.PARTITIONED
-        unit.is_prefetched = unit.shared = unit.was_pinned_by_user = unit.is_exact = False
+        unit.is_prefetched = unit.has_room = unit.shared = unit.was_pinned_by_user = unit.is_exact = False
         unit.recomputed_in = None
         del self.live[unit.name]
         self.live_numel -= unit.numel
@@ -306,8 +308,3 @@ def each(action: Callable[[nn.Parameter], None], parameters: Iterable[nn.Paramet
     """Guard or unguard several parameters."""
     for parameter in parameters:
         action(parameter)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return an identity of the tensor's storage, the same for all its views and through resizing."""
-    return int(_STORAGE_ADDRESS(tensor))

@@ -8,6 +8,7 @@ far away a unit's next use is, which decides whether the unit is retained; `gath
     now                   ^
     upcoming                  head  head  b1  b0
     distance of b1: two uses of head away
+    room of b1 until then: that of b1 and head
 
 When a pass leaves the recorded order (a branch, a skipped layer, another number of calls), the rest of it is unknown,
 nothing is gathered ahead, and its own order is the record of the next.
@@ -15,7 +16,7 @@ nothing is gathered ahead, and its own order is the record of the next.
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, islice
+from itertools import accumulate
 
 # The most uses of a pass that are recorded.  Only forwards whose backwards never come have more.
 _MOST_USES = 100_000
@@ -40,7 +41,8 @@ class UseOrder:
 
     def upcoming(self) -> Iterator[str]:
         """Return the units by their next uses, in order, as far as they are recorded; a unit may come several times."""
-        return islice(self._recorded, len(self._now) if self._follows else len(self._recorded), None)
+        end = len(self._recorded)
+        return map(self._recorded.__getitem__, range(len(self._now) if self._follows else end, end))
 
     def distance(self, unit: str) -> int | None:
         """Return the elements of other units used before this one's next use; None when no next use is recorded."""
@@ -49,6 +51,20 @@ class UseOrder:
         if not self._follows or nearest == len(places):
             return None
         return self._elements_before[places[nearest]] - self._elements_before[len(self._now)]
+
+    def fits(self, unit: str, numel: int) -> bool:
+        """Return True if `numel` elements are room for the unit until its next use.
+
+        They are if it, this use's unit and all that are used until then, each counted once, have no more.
+        """
+        counted = set(self._now[-1:])
+        left = numel - sum(self._numel[name] for name in counted)
+        for name in self.upcoming():
+            left -= 0 if name in counted else self._numel[name]
+            if left < 0 or name == unit:
+                return left >= 0
+            counted.add(name)
+        return False
 
     def end_pass(self) -> None:
         """Make the uses of this pass the record of the next."""

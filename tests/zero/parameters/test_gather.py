@@ -5,6 +5,7 @@ computes in forward, "b0" when a gradient reaches its output, "+0" when its gath
 released.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -126,23 +127,26 @@ AHEAD = {
         "f0:wpp f1:pwp f2:ppw b2:ppw b1:ppp b0:ppp",
     ),
     NUMEL: (
-        "+0 +1 f0 -0 +2 f1 -1 f2 b2 +1 -2 b1 +0 -1 b0 -0",
-        "f0:wip f1:pwi f2:ppw b2:ppw b1:pip b0:ipp",
+        "+0 +1 f0 -0 +2 f1 f2 b2 -2 b1 +0 -1 b0 -0",
+        "f0:wip f1:pwi f2:pww b2:pww b1:pwp b0:ipp",
     ),
     2 * NUMEL: (
-        "+0 +1 +2 f0 -0 f1 -1 +1 f2 b2 +0 -2 b1 -1 b0 -0",
-        "f0:wii f1:pwi f2:piw b2:piw b1:iip b0:ipp",
+        "+0 +1 +2 f0 f1 f2 b2 -2 b1 -1 b0 -0",
+        "f0:wii f1:wwi f2:www b2:www b1:wwp b0:wpp",
     ),
     10**6: (
-        "+0 +1 +2 f0 -0 +0 f1 -1 +1 f2 b2 -2 b1 -1 b0 -0",
-        "f0:wii f1:iwi f2:iiw b2:iiw b1:iip b0:ipp",
+        "+0 +1 +2 f0 f1 f2 b2 -2 b1 -1 b0 -0",
+        "f0:wii f1:wwi f2:www b2:www b1:wwp b0:wpp",
     ),
 }
 
 
 @pytest.mark.parametrize("window", AHEAD)
 def test_what_is_gathered_ahead(window: int) -> None:
-    """Uses of gathered units count towards the prefetch window, and the window ends with the pass."""
+    """Uses of gathered units count towards the prefetch window, and the window ends with the pass.
+
+    What the window has room for stays gathered from forward to backward.
+    """
     diary = Diary(prefetch_bucket_size=window)
     first = diary.step()
     assert first == "+0 f0 -0 +1 f1 -1 +2 f2 -2 b2 +2 -2 b1 +1 -1 b0 +0 -0", "nothing is known yet"
@@ -263,7 +267,7 @@ def test_a_skipped_layer_ends_looking_ahead_for_one_pass() -> None:
     diary.step()
     # Layer 1 is gathered in vain; after the pass deviates from the record, each unit is gathered only at its use.
     assert diary.step([0, 2]) == "+0 +1 f0 -0 +2 f2 -2 b2 +2 -2 b0 +0 -0 -1"
-    assert diary.step([0, 2]) == "+0 +2 f0 -0 f2 b2 +0 -2 b0 -0", "the new order is known now"
+    assert diary.step([0, 2]) == "+0 +2 f0 f2 b2 -2 b0 -0", "the new order is known now"
     assert diary.engine.gathered_numel[0] == 0
 
 
@@ -413,6 +417,9 @@ def test_any_control_flow_trains_like_plain_torch(routes: list[list[int]], zero:
         diary = Diary(4, **zero)
         found = gradients(diary.engine, diary.model, routes)
     torch.testing.assert_close(found, plain_gradients(routes), rtol=1e-12, atol=1e-14)
+    window = NUMEL if zero["prefetch_bucket_size"] is None else zero["prefetch_bucket_size"]
+    if not zero["max_reuse_distance"]:
+        assert diary.engine.gathered_numel[1] <= NUMEL + math.ceil(window / NUMEL) * NUMEL, "a use and what is ahead"
 
 
 ROUTES = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 1, 0], [2], [], [0, 2, 0, 2], [0, 2, 0, 2])

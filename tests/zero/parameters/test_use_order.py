@@ -34,6 +34,16 @@ def test_the_drawing() -> None:
     assert {unit: order.distance(unit) for unit in NUMEL} == {"embed": None, "b0": 40, "b1": 10, "head": 0}
 
 
+def test_what_has_room_until_its_next_use() -> None:
+    """Until b1 is used again head is, twice, and until b0 is used again so are head and b1."""
+    order = recorded(PASS)
+    for unit in PASS[:3]:
+        order.use(unit)
+    for unit, needed in (("head", 5 + 30), ("b1", 5 + 30), ("b0", 5 + 30 + 20)):
+        assert order.fits(unit, needed) and not order.fits(unit, needed - 1), unit
+    assert not order.fits("embed", 10**9), "it is not used again"
+
+
 def test_before_the_first_use_the_whole_pass_is_upcoming() -> None:
     order = recorded(PASS)
     assert list(order.upcoming()) == PASS
@@ -58,7 +68,7 @@ def test_a_longer_pass_leaves_the_record_where_it_ends() -> None:
     order = recorded(["embed", "b0"])
     order.use("embed")
     order.use("b0")
-    assert list(order.upcoming()) == [] and order.distance("b0") is None
+    assert list(order.upcoming()) == [] and order.distance("b0") is None and not order.fits("b0", 10**9)
     order.use("b1")
     order.end_pass()
     assert list(order.upcoming()) == ["embed", "b0", "b1"]
@@ -117,6 +127,10 @@ def test_following_a_recorded_pass_never_breaks(made: tuple[dict[str, int], list
         for place, unit in enumerate(record):
             assert list(order.upcoming()) == record[place:]
             assert {unit: order.distance(unit) for unit in numel} == brute_force(numel, record[place:])
+            for used in record[place:]:
+                until = record[place : record.index(used, place) + 1]
+                needed = sum(numel[name] for name in {*record[:place][-1:], *until})
+                assert order.fits(used, needed) and not order.fits(used, needed - 1)
             order.use(unit)
         assert list(order.upcoming()) == []
         order.end_pass()
