@@ -333,7 +333,8 @@ def test_one_process_is_compared_with_itself() -> None:
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
     mesh, told = make_mesh(Topology(), 0, torch.device("cpu"), buffers), []
     report = verify(config, mesh, buffers, inputs, steps=1, print_line=told.append)
-    assert report.agrees and report.num_copies == 0 and told == []
+    assert report.agrees and report.num_copies == 0
+    assert [line for line in told if not line.startswith("step 1 of 1: ")] == []  # a slow machine prints progress
 
 
 # --- how tensors are compared -----------------------------------------------------------------------------------------
