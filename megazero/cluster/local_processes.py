@@ -2,8 +2,8 @@
 
 Where Kubernetes or SkyPilot has started one such program on each of several nodes, they are the job's on this node.
 
-torch's elastic agent starts them and passes SIGTERM, SIGINT and SIGHUP on to them.  What torchrun adds to an error, its
-own traceback and log, is left out: the last thing on the terminal is the message of the rank that has failed.
+torch's elastic agent starts them and passes SIGTERM, SIGINT, SIGHUP and SIGQUIT on to them.  What torchrun adds to an
+error, its own traceback and log, is left out: the last thing on the terminal is the message of the rank that failed.
 """
 
 import logging
@@ -11,8 +11,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -26,6 +30,8 @@ from megazero.parallel.job import Job
 # A rank that was requested to stop saves a checkpoint first; what still runs after that is killed.
 _SAVING_SECONDS = 600
 _JOINING_SECONDS = 900  # that nodes wait for each other
+_STARTING_SECONDS = 0.1  # between two looks at whether the ranks have been started
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def start_processes(job: Job) -> int:
@@ -59,6 +65,7 @@ def start_processes(job: Job) -> int:
             local_addr="127.0.0.1",
             max_restarts=0,
             shutdown_timeout=_SAVING_SECONDS,
+            signals_to_handle="",  # by the agent itself
         )
         if share is not None:
             config = replace(
@@ -72,7 +79,8 @@ def start_processes(job: Job) -> int:
                 local_addr=None,
             )
         try:
-            elastic_launch(config, sys.executable)(*words)
+            with _signals_raised():
+                elastic_launch(config, sys.executable)(*words)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if failure.exitcode < 0:
@@ -89,3 +97,30 @@ def start_processes(job: Job) -> int:
             rule = f"the nodes that the launcher names ({share.source}) meet within {_JOINING_SECONDS} s"
             raise TopologyError(Problem(given, rule, "start all nodes; a port that they can reach")) from error
     return 0
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise torch's exception where a signal arrives, for which the agent passes it on to the ranks and waits for them.
+
+    While the agent starts them the signal is put off: torch's own handler would raise there too, and an agent whose
+    start has been interrupted does not have the ranks, which would go on without it.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_name != "_start_workers":
+            frame = frame.f_back
+        if frame is None:
+            raise SignalException(f"signal {number}", signal.Signals(number))
+        again = threading.Timer(_STARTING_SECONDS, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+
+    # What nohup, or a shell for a job in the background, lets be ignored, stays so.
+    handled = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

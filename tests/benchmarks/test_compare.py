@@ -220,10 +220,11 @@ def test_the_program(tmp_path: Path) -> None:
     expected = {"floor": 16, "ddp": 16, "fsdp2": 8, "library-3": 8, "megazero-3": 8}
     assert states == pytest.approx(expected, rel=0.05)
     sent = {name: system["sent_in_4p"] for name, system in made["systems"].items()}
+    block = (12 * 32**2 + 13 * 32) / made["model"]["num_parameters"]  # it stays from forward to backward, with the norm
     assert (
         sent["floor"] == 0
         and sent["ddp"] == pytest.approx(1, abs=0.02)
-        and sent["megazero-3"] == pytest.approx(1.5, abs=0.1)
+        and sent["megazero-3"] == pytest.approx(1.5 - block / 2, abs=0.02)
     )
     assert set(made["ratios"]["to_base"]) == set(names)
     assert set(made["ratios"]["to_best_peer"]) == {"library-3", "megazero-3"}
