@@ -158,6 +158,15 @@ def test_what_is_gathered_ahead(window: int) -> None:
     assert diary.engine.gathered_numel[0] == 0
 
 
+def test_room_is_found_anew_at_every_use() -> None:
+    """Layer 0 stays until its second use, one layer away, and not until its third one, in backward."""
+    diary = Diary(prefetch_bucket_size=NUMEL)
+    route = [0, 1, 0, 2, 1, 2]
+    diary.step(route)
+    found = diary.step(route)
+    assert found == "+0 +1 f0 f1 -1 +2 f0 -0 +1 f2 f1 f2 b2 b1 b2 -1 +0 -2 b0 +1 b1 -1 b0 -0"
+
+
 def test_as_much_as_the_largest_unit_is_gathered_ahead_unless_told() -> None:
     told, untold = Diary(prefetch_bucket_size=NUMEL), Diary()
     assert [told.step() for _ in range(2)] == [untold.step() for _ in range(2)]
