@@ -119,8 +119,8 @@ class Hardware:
     overlap_cost: the share of a message's time by which it delays what the device computes beside it: 0 to 1.
     at_once: the devices of a node that can work at full speed at the same time: fewer than there are where processes
     share cores.
-    held_out: by how many times all rates here are slower than measured one by one, since steps that gave no rates took
-    so many times what these had predicted.
+    held_out: by how many times kernels, the host and messages between devices are slower here than measured one by
+    one, since steps that gave no rates took so many times what these had predicted.
     error: the relative error that a predicted step is expected to have, two times out of three.
     """
 

@@ -1,11 +1,11 @@
 """Measures the machine that it runs on, as `hardware.py` describes one.
 
 Every process of a job measures at the same time, so that what they share (cores, memory, links) is as busy as in
-training.  On a CPU kernels, messages and the host's share are those of training steps (`training.py`), and all rates
-are made slower by what steps held out take beyond their prediction.  On a GPU
-kernels are torch's own, repeated, with the shapes of a transformer's, a figure is the slowest process's, messages are
-those of the project's communicators, and the host's share is a step of a tiny GPT, whose kernels take no time.  Bytes
-and operations are counted as in a dry run (`dry/operations.py`), so that a plan costs them by measures.
+training.  On a CPU kernels, messages and the host's share are those of training steps (`training.py`), made slower by
+what steps held out take beyond their prediction.  On a GPU kernels are torch's own, repeated, with the shapes of a
+transformer's, a figure is the slowest process's, messages are those of the project's communicators, and the host's
+share is a step of a tiny GPT, whose kernels take no time.  Bytes and operations are counted as in a dry run
+(`dry/operations.py`), so that a plan costs them by measures.
 """
 
 import os

@@ -7,7 +7,8 @@ its place.  All processes train at once, each a model of its own where kernels a
 
 What is left over has no rate of its own: processes that wait for the slowest, caches that a message's copy has filled,
 a host that is slower beside large kernels.  So steps of other models, in layouts of all processes, are *held out*: they
-give no rates, and by what they take beyond their prediction all rates are made slower (`held_out`).
+give no rates, and by what they take beyond their prediction kernels, messages and the host are made slower
+(`held_out`).
 """
 
 import itertools
