@@ -80,8 +80,12 @@ def real_figures(rank: int, settings: Mapping[str, Any], per_node: tuple[int, ..
         batch: StepBatch = made_up_batch(job)
         ledger.reset()
         steps: tuple[Part, ...] = ("first step", *("steady step",) * REPETITIONS)
-        for name in steps:
+        for place, name in enumerate(steps):
             training_step(context, batch, StepControls(lr=1e-3, loss_scale=1.0))
+            if settings.get("delayed_parameter_update") and place >= REPETITIONS - 1:
+                # From the last step but one to the last, what is counted is one whole late update, however far those of
+                # the steps before were when they were counted.
+                core.engine.optimizer_numbers()
             take(name)
         for _ in range(REPETITIONS):
             evaluate_once(context, batch)
