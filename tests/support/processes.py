@@ -251,12 +251,10 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stacks
         faulthandler.register(STACK_SIGNAL, file=log, all_threads=True)
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        share_gloo_devices()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         limit = timedelta(seconds=TIMEOUT_SECONDS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-        # Each device has a thread that wakes a hundred times a second: the meshes of a worker share one.
-        devices = groups._gloo_devices()
-        groups._gloo_devices = lambda: devices
         os.fsync = skipped_fsync  # as in the process of the tests: see conftest.py
         gc.freeze()  # what torch and megazero hold stays, and going through it took an eighth of the tests' time
         while (head := _next_message(connection)) is not None:
@@ -265,6 +263,28 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stacks
             connection.send_bytes(reply.payload)
             connection.send_bytes(str(_cached_mesh.cache_info().currsize).encode())
         os._exit(0)  # without torch's shutdown: the other ranks may have exited already
+
+
+def share_gloo_devices() -> None:
+    """Let all gloo groups that this process makes from here on, torch's own too, use the same devices.
+
+    Each device has a thread that wakes a hundred times a second for good, and torch makes one for each of its groups.
+    """
+    devices = groups._gloo_devices()
+    groups._gloo_devices = lambda: devices
+    gloo: Any = dist.ProcessGroupGloo
+    construct = gloo.__init__
+
+    def share(
+        self: Any, store: dist.Store, rank: int, size: int, options: Any = None, timeout: timedelta | None = None
+    ) -> None:
+        if options is None:
+            options = gloo._Options()
+            options._devices, options._threads = devices, 2 * len(devices)
+            options._timeout = timeout or timedelta(minutes=30)
+        construct(self, store, rank, size, options)
+
+    gloo.__init__ = share
 
 
 def _next_message(connection: Connection) -> bytes | None:
@@ -285,8 +305,7 @@ def _answer(rank: int, head: bytes, body: bytes) -> _Reply:
     except BaseException:
         return _Reply(False, traceback.format_exc().encode())
     finally:
-        # Each group that torch makes has a device with a thread, which wakes a hundred times a second for good.  Those
-        # of device meshes stay, since torch's caches of sharded products refer to them.
+        # Groups of device meshes stay, since torch's caches of sharded products refer to them.
         for group in set(_groups()) - before:
             if not group.group_desc.startswith("mesh_"):
                 dist.destroy_process_group(group)
