@@ -9,6 +9,7 @@ sent.  Bytes and messages are those that the rank's communicators have counted, 
 import argparse
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import torch
 from report import HelpFormat, add_output, heading, new_record, paragraph, publish, table, tell
 
 import megazero
+from megazero.comm.interface import Collective, FileTransfer, HostTransfer
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
 from megazero.comm.startup import dry_mesh
@@ -63,6 +65,9 @@ TRILLION: Mapping[str, Any] = MappingProxyType(
 SMALL: Mapping[str, Any] = MappingProxyType(
     {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 1024, "zero_stage": 3}
 )
+SMALL_BLOCKS: Mapping[str, Any] = MappingProxyType(
+    {"num_layers": 24, "hidden_size": 1472, "num_attention_heads": 16, "seq_length": 1024, "zero_stage": 3}
+)
 LARGE_JOBS = (
     Case(8, 1, 128, 1, TRILLION),
     Case(8, 64, 2, 64, TRILLION),
@@ -70,6 +75,27 @@ LARGE_JOBS = (
     Case(8, 64, 32, 64, TRILLION),
 )
 SAME_MODEL = tuple(Case(8, 1, dp, 1, SMALL) for dp in (2, 16, 128, 1024, 2048))
+SMALL_UNITS = tuple(Case(1, 1, dp, 1, SMALL_BLOCKS) for dp in (32, 64, 512, 2048))
+
+
+class GatherMeter(Meter):
+    """A meter with the bytes of this rank's slice of every message that gathers parameters."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self._others = max(ranks - 1, 1)
+        self.slices: list[int] = []
+
+    def record(
+        self, axis: str, collective: Collective | HostTransfer | FileTransfer, nbytes: int, across: int = 0
+    ) -> None:
+        super().record(axis, collective, nbytes, across)
+        if (axis, collective) == ("dp", "all_gather"):
+            self.slices.append(nbytes // self._others)
+
+    def reset(self) -> None:
+        super().reset()
+        self.slices.clear()
 
 
 def configured(case: Case) -> RunConfig:
@@ -115,7 +141,8 @@ def measure(case: Case) -> dict[str, Any]:
     rank, device = case.world_size // 2, torch.device("cpu")
     with dry_tensors():
         buffers = FusedBuffers(0, device)
-        mesh = dry_mesh(topology, rank, device, buffers, is_gpu=True, meter=Meter())
+        meter = GatherMeter(case.dp)
+        mesh = dry_mesh(topology, rank, device, buffers, is_gpu=True, meter=meter)
         core = build_components(config, mesh, buffers, vocab_size=VOCABULARY)
         tokens = torch.zeros(1, config.model.seq_length, dtype=torch.int64)
         batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(case.micro_batches)])
@@ -128,7 +155,7 @@ def measure(case: Case) -> dict[str, Any]:
         seconds = [_seconds_of(step) for _ in range(2)]
         mesh.meter.reset()
         calls = calls_of(step)
-        sent = messages_and_bytes(mesh)
+        sent, slices = messages_and_bytes(mesh), list(meter.slices)
         core.engine.close()
     return {
         **_sizes(core),
@@ -136,6 +163,8 @@ def measure(case: Case) -> dict[str, Any]:
         "step_seconds": seconds,
         "calls": calls,
         "sent": sent,
+        "slices": slices,
+        "gathered_numel": core.engine.gathered_numel[1],
         "buffer_bytes": buffers.total_bytes + _bucket_bytes(core),
         "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
@@ -200,6 +229,19 @@ def _row(name: str, figures: Mapping[str, Any]) -> list[object]:
     ]
 
 
+def slice_rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[object]]:
+    """Return the rows of the table of gathers: their number, this rank's slices of them, what is whole at once."""
+    return [
+        [
+            *(name, len(figures["slices"]), f"{min(figures['slices']) / 2**10:,.1f}"),
+            *(f"{at(figures['slices']) / 2**10:,.1f}" for at in (statistics.median, max)),
+            f"{2 * figures['gathered_numel'] / 2**20:,.0f}",
+        ]
+        for name, figures in found.items()
+        if figures.get("slices")
+    ]
+
+
 def sent_rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[object]]:
     """Return the rows of the table of messages, one for each axis and collective."""
     return [
@@ -222,11 +264,14 @@ of 20 s, a second of 12 s, about 500,000 calls; at 2,048 one bucket a unit, 131,
 change of buckets where data-parallel size is at most 32, and of bytes nowhere."""
 HEADER = ("layout", "parameters of a rank, 10^9", "units", "buckets", "largest bucket, 10^6", "start-up, s")
 HEADER = (*HEADER, "first step, s", "second step, s", "peak RSS, MiB", "buffers, MiB", "Python calls of a step")
+SLICE_HEADER = ("layout", "gathers of a step", "smallest slice of a rank, KiB", "median", "largest")
+SLICE_HEADER = (*SLICE_HEADER, "most that is gathered at once, MiB")
 SENT_HEADER = ("layout", "axis", "collective", "messages of a step", "MiB of a step")
 PARTS: Mapping[str, Sequence[Case]] = MappingProxyType(
     {
         "A model of 10^12 parameters (128 layers x 25600), ZeRO stage 3": LARGE_JOBS,
         "The same model (8 layers x 4096) at other data-parallel sizes, ZeRO stage 3": SAME_MODEL,
+        "Blocks of 26 million parameters (24 layers x 1472), ZeRO stage 3": SMALL_UNITS,
     }
 )
 
@@ -244,6 +289,10 @@ def page_of(
     page += [] if before is None else [paragraph(PREDICTED)]
     page += tables(found)
     page += [] if before is None else tables(before, ", before")
+    for suffix, runs in (("", found), (", before", before or {})):
+        for title, rows in runs.items():
+            if of_gathers := slice_rows(rows):
+                page += [f"## Gathers of parameters: {title}{suffix}", table(SLICE_HEADER, of_gathers)]
     for title, rows in found.items():
         page += [f"## Messages: {title}", table(SENT_HEADER, sent_rows(rows))]
     return page

@@ -1082,8 +1082,8 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "zero/parameters/unit_memory.py",
         "a partition is gathered before it has come from host memory",
-        "            arrivals = [*brought, *map(self._take_updated, group)]\n",
-        "            arrivals = [*map(self._take_updated, group)]\n",
+        "for arrival in (brought, self._take_updated(bucket)):",
+        "for arrival in (self._take_updated(bucket),):",
         ("tests/zero/test_offload.py",),
     ),
     Fault(
@@ -1201,9 +1201,30 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "zero/parameters/unit_memory.py",
         "of buckets that are gathered together only the first is brought to the device",
-        "            arrivals = [*brought, *map(self._take_updated, group)]\n",
-        "            arrivals = [brought[0], self._take_updated(group[0])]\n",
+        "if arrival is not ARRIVED:",
+        "if arrival is not ARRIVED and bucket is buckets[0]:",
         ("tests/zero/parameters/test_unit_memory.py",),
+    ),
+    Fault(
+        "zero/parameters/unit_memory.py",
+        "ranks compare only the first of the units that are gathered together",
+        "join(index.to_bytes(4) for index in others)",
+        "join(())",
+        ("tests/zero/parameters/test_unit_memory.py",),
+    ),
+    Fault(
+        "zero/parameters/gather.py",
+        "a message of less than its elements begins at once",
+        "    if message and before < least:\n",
+        "    if message:\n",
+        ("tests/zero/parameters/test_gather.py",),
+    ),
+    Fault(
+        "planner/advice/shallow.py",
+        "samples of many ranks are shallower than what is gathered ahead",
+        "least = 3 + _layers_ahead(job)",
+        "least = 3",
+        ("tests/planner/advice/test_shallow.py",),
     ),
     Fault(
         "zero/parameters/publish.py",

@@ -136,7 +136,8 @@ class ZeroConfig:
     prefetch_bucket_size: int | None = setting(
         None,
         help="stage 3: most parameter elements gathered ahead of use, or kept from forward to backward in their place;"
-        " 0 gathers each unit when it is needed; without it, as many as the largest unit has",
+        " 0 gathers each unit when it is needed; without it, as many as the largest unit has, with more than 32"
+        " data-parallel processes at least 262144 for each",
         unit="elements",
         aliases=("stage3-prefetch-bucket-size",),
         ge=0,

@@ -100,7 +100,7 @@ class FieldInfo:
 
     @property
     def when_unset(self) -> str:
-        """The meaning of an optional setting that is unset, as in its help: "as many as the largest unit has"."""
+        """The meaning of an optional setting that is unset, as in its help: "the scale is dynamic"."""
         return self.help.partition("without it, ")[2].partition(";")[0] or "not set"
 
 

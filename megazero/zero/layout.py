@@ -283,6 +283,23 @@ def gather_limit(partitions: int, reduced: int | None, gathered: int | None) -> 
     return max(_BUCKET_NUMEL, partitions * _PARTITION_NUMEL) if given is None else given
 
 
+def prefetch_limit(partitions: int, largest: int, given: int | None) -> int:
+    """Return the elements that are gathered ahead of their use: what is given, or those of the largest unit.
+
+    Without a value many ranks have at least two messages ahead whose slices are no latency alone.
+    """
+    return max(largest, 2 * joined_limit(partitions)) if given is None else given
+
+
+def joined_gathers(partitions: int, window: int, given: int | None) -> int:
+    """Return the elements up to which units are gathered together ahead of their use; 0: each by itself.
+
+    window: the elements that may be gathered ahead, of which a message has at most half, so that another one is there
+    when it begins.  given: the window that is given; few ranks join nothing without one.
+    """
+    return min(window // 2, joined_limit(partitions) if given is None else partitions * _LEAST_PARTITION_NUMEL)
+
+
 def neighbours(buckets: Iterable[Bucket], most: int) -> Iterator[list[Bucket]]:
     """Group successive buckets that are neighbours in a section, as long as they have at most `most` elements."""
     group: list[Bucket] = []

@@ -75,5 +75,7 @@ def test_optional_settings_may_be_null() -> None:
 
 def test_what_an_unset_setting_stands_for_is_in_its_help() -> None:
     zero = {info.name: info for info in describe("zero", ZeroConfig)}
-    assert zero["prefetch_bucket_size"].when_unset == "as many as the largest unit has"
+    assert zero["prefetch_bucket_size"].when_unset == (
+        "as many as the largest unit has, with more than 32 data-parallel processes at least 262144 for each"
+    )
     assert by_name()["rate"].when_unset == "not set"

@@ -28,9 +28,9 @@ PADDED_BIAS = 32
 class Chain(nn.Module):
     """A chain of layers, each of which is a unit; the last one has a width of its own."""
 
-    def __init__(self, last: int = WIDTH) -> None:
+    def __init__(self, last: int = WIDTH, depth: int = DEPTH) -> None:
         super().__init__()
-        widths = [*[WIDTH] * (DEPTH - 1), last]
+        widths = [*[WIDTH] * (depth - 1), last]
         self.layers = nn.ModuleList(nn.Linear(WIDTH, width) for width in widths)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,9 +39,11 @@ class Chain(nn.Module):
         return x
 
 
-def make_chain(rank: int, zero: dict[str, Any], last: int = WIDTH, precision: str = "fp64") -> tuple[Chain, Engine]:
+def make_chain(
+    rank: int, zero: dict[str, Any], last: int = WIDTH, precision: str = "fp64", depth: int = DEPTH
+) -> tuple[Chain, Engine]:
     torch.manual_seed(5)
-    model = Chain(last).to({"fp64": torch.float64, "bf16": torch.bfloat16}[precision])
+    model = Chain(last, depth).to({"fp64": torch.float64, "bf16": torch.bfloat16}[precision])
     settings = {"reduce_bucket_size": HUGE, **zero}
     return model, engine_around(model, mesh_in_worker(rank, dp=RANKS, is_late=False), precision=precision, **settings)
 
@@ -62,8 +64,8 @@ class Gathered(NamedTuple):
     parameter_bytes: int
 
 
-def count_gathers(rank: int, zero: dict[str, Any]) -> Gathered:
-    model, engine = make_chain(rank, zero)
+def count_gathers(rank: int, zero: dict[str, Any], depth: int = DEPTH) -> Gathered:
+    model, engine = make_chain(rank, zero, depth=depth)
     mesh = mesh_in_worker(rank, dp=RANKS, is_late=False)
     for _ in range(3):
         mesh.meter.reset()
@@ -76,8 +78,8 @@ def count_gathers(rank: int, zero: dict[str, Any]) -> Gathered:
     return Gathered(sent.calls, sent.nbytes, engine.gathered_numel[1], engine.model_state_bytes().parameters)
 
 
-def gathered(**zero: Any) -> Gathered:
-    first, second = run_ranks(RANKS, count_gathers, zero)
+def gathered(depth: int = DEPTH, **zero: Any) -> Gathered:
+    first, second = run_ranks(RANKS, count_gathers, zero, depth)
     assert first == second
     return first
 
@@ -128,6 +130,21 @@ def gathers_in_flight(rank: int, zero: dict[str, Any]) -> dict[str, int]:
 )
 def test_what_is_gathered_ahead(zero: dict[str, Any], expected: dict[str, int]) -> None:
     assert run_ranks(RANKS, gathers_in_flight, zero) == [expected] * RANKS
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("window", "together"), [(2, 1), (4, 2), (5, 3), (6, 3), (14, 7)])
+def test_layers_that_are_gathered_ahead_travel_together(window: int, together: int) -> None:
+    """A message has half of the prefetch window's layers, rounded up, or those that a pass has left.
+
+    The first layer of a forward is gathered for itself; what the window and a layer have room for stays for backward.
+    """
+    depth = 13
+    run = gathered(depth, prefetch_bucket_size=window * UNIT)
+    kept = min(window + 1, depth)
+    assert run.calls == 1 - (depth - 1) // -together - (depth - kept) // -together
+    assert run.nbytes == ITEMSIZE * (2 * depth - kept) * UNIT * (RANKS - 1) // RANKS
+    assert run.peak == kept * UNIT
 
 
 # param_persistence_threshold, model_persistence_threshold

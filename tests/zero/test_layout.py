@@ -26,7 +26,9 @@ from megazero.zero.layout import (
     choose_persistent,
     gather_limit,
     join_small_units,
+    joined_gathers,
     neighbours,
+    prefetch_limit,
     reduction_limit,
 )
 
@@ -223,6 +225,28 @@ def test_a_gather_has_a_limit_of_its_own(
     partitions: int, reduced: int | None, gathered: int | None, expected: int
 ) -> None:
     assert gather_limit(partitions, reduced, gathered) == expected
+
+
+@pytest.mark.parametrize(
+    ("partitions", "largest", "given", "window", "together"),
+    [
+        (2, 100, None, 100, 0),
+        (32, 100, None, 100, 0),
+        (33, 100, None, 33 << 18, 33 << 17),
+        (2048, 26_000_000, None, 2048 << 18, 2048 << 17),
+        (2048, 10**9, None, 10**9, 2048 << 17),
+        (2048, 26_000_000, 50_000_000, 50_000_000, 25_000_000),
+        (2, 100, 40, 40, 20),
+        (2, 100, 10**9, 10**9, 1 << 18),
+        (2048, 100, 0, 0, 0),
+    ],
+)
+def test_what_is_gathered_ahead_grows_with_the_ranks(
+    partitions: int, largest: int, given: int | None, window: int, together: int
+) -> None:
+    """Beyond 32 ranks two messages of 2^17 elements a rank are ahead, or half of a window that is given each."""
+    assert prefetch_limit(partitions, largest, given) == window
+    assert joined_gathers(partitions, window, given) == together
 
 
 def test_neighbours_of_a_section_are_grouped() -> None:

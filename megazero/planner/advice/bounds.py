@@ -24,6 +24,7 @@ from megazero.planner.curves import Curve, constant
 from megazero.planner.hardware import Hardware, Link
 from megazero.train.pipeline_stages import pipeline_split
 from megazero.train.start.check import topology
+from megazero.zero.layout import prefetch_limit
 from megazero.zero.plan import Home, Lifetime, OptimizerShape, Placement, model_state_bytes, resolve
 
 # Moments of optimizers that certainly have them, which are all that a bound may count.
@@ -277,7 +278,7 @@ class Bounds:
             layer = derived.block_matrices(config.model) // choice.tensor_model_parallel_size
             rows = derived.vocab_rows(config, self.vocab_size)
             largest = max(layer, rows * config.model.hidden_size // choice.tensor_model_parallel_size)
-            ahead = largest if zero.prefetch_bucket_size is None else zero.prefetch_bucket_size
+            ahead = prefetch_limit(shards.size, largest, zero.prefetch_bucket_size)
             of_layers = max(layers - (largest + ahead) // layer, 0) * layer
             width = zero.zero_quantized_weights_bits / 8 if choice.zero_quantized_weights else plan.parameter.itemsize
             whole = collective_seconds(best, "all_gather", of_layers * width, shards)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.memory.ledger_figures import CATEGORIES, StepMemory
+from megazero.parallel.topology import SHARDS
 from megazero.pipeline.passes import most_in_flight_total
 from megazero.pipeline.schedule import Action, Kind
 from megazero.planner.dry.hollow import Operators
@@ -24,6 +25,7 @@ from megazero.planner.seconds import StepTime
 from megazero.planner.trace import Part
 from megazero.report.metrics import flops_per_token
 from megazero.train.pipeline_stages import pipeline_split, stage_plan
+from megazero.zero.layout import prefetch_limit
 from megazero.zero.plan import Placement, resolve
 
 PARTS: tuple[Part, ...] = ("start-up", "first step", "steady step")
@@ -98,19 +100,31 @@ class Measured:
         return _seconds(steps, self.depth, self.width)
 
 
-def depths(config: RunConfig, vocab_size: int) -> Depths:
+def depths(job: DryJob) -> Depths:
     """Return the depths of the samples; `more` is 0 where the job itself is shallow enough."""
+    config = job.config
     if config.parallel.pipeline_model_parallel_size == 1:
         split: tuple[int, ...] = (config.model.num_layers,)
     else:
-        split = pipeline_split(config, derived.vocab_rows(config, vocab_size))
+        split = pipeline_split(config, derived.vocab_rows(config, job.vocab_size))
     # With partitioned parameters a layer's gather runs beside its neighbours, of which the shallow model has one too;
     # and where checkpoints are copies, a recomputed layer's input is alive beside the output of the one before.
     is_gathered = resolve(config.zero, config.precision).parameter.placement is Placement.PARTITIONED
-    least = 3 if is_gathered else 2 if config.activations.recompute_granularity == "full" else 1
+    least = 2 if config.activations.recompute_granularity == "full" else 1
+    if is_gathered:
+        least = 3 + _layers_ahead(job)
     ends = [layers - 1 if layers else 0 for layers in (split[0], split[-1])]
     more = max(min([*(layers - least for layers in split[1:-1]), *ends, max(split) - least]), 0)
     return Depths(tuple(layers - more for layers in split), more) if more > 1 else Depths(split, 0)
+
+
+def _layers_ahead(job: DryJob) -> int:
+    """Return the layers beyond the largest unit's elements that the prefetch window has room for."""
+    config, slices = job.config, job.topology.tp
+    layer = derived.block_matrices(config.model) // slices
+    largest = max(layer, derived.vocab_rows(config, job.vocab_size) * config.model.hidden_size // slices)
+    window = prefetch_limit(job.topology.size(SHARDS), largest, config.zero.prefetch_bucket_size)
+    return max(window - largest, 0) // layer if config.zero.overlap_comm else 0
 
 
 def micro_batches(config: RunConfig, count: int) -> int:
@@ -122,7 +136,7 @@ def micro_batches(config: RunConfig, count: int) -> int:
 def measure(job: DryJob, hardware: Hardware, operators: Operators | None = None) -> Measured:
     """Return what a job takes on a machine; operators: those that other jobs have found so far."""
     shared = Operators() if operators is None else operators
-    found = depths(job.config, job.vocab_size)
+    found = depths(job)
     few = micro_batches(job.config, job.num_micro_batches)
     splits = [found.split] + [tuple(layers + 1 for layers in found.split)] * (found.more > 0)
     plans = tuple(make_plan(_shallow(job, split, few), hardware, parts=PARTS, operators=shared) for split in splits)
@@ -136,7 +150,7 @@ def with_layers(found: Measured, layers: int) -> Measured:
     """
     model = found.job.config.model
     job = replace(found.job, config=replace(found.job.config, model=replace(model, num_layers=layers)))
-    more = depths(job.config, job.vocab_size).more
+    more = depths(job).more
     assert job.topology.pp == 1 and found.depth > 0 and more > 0
     return _measured(job, found.plans, more, found.width)
 

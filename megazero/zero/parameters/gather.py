@@ -8,7 +8,7 @@ same decisions, so collectives meet.  A unit is *pinned* while a module's forwar
 allocated, filled and released in `unit_memory.py`.  (PyTorch's FSDP calls these acts unshard and reshard.)
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -19,9 +19,16 @@ from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import Problem, UsageError
 from megazero.memory.copies import Arrival
 from megazero.timers import Timers
-from megazero.zero.layout import Bucket
+from megazero.zero.layout import Bucket, joined_gathers, prefetch_limit
 from megazero.zero.parameters.guard import guard, unguard
-from megazero.zero.parameters.unit_memory import GatheredUnit, UnitMemory, UnitState, each, partitioned_units
+from megazero.zero.parameters.unit_memory import (
+    GatheredUnit,
+    UnitBuckets,
+    UnitMemory,
+    UnitState,
+    each,
+    partitioned_units,
+)
 from megazero.zero.parameters.use_order import UseOrder
 from megazero.zero.plan import Home
 from megazero.zero.shards import Shards
@@ -65,8 +72,9 @@ class ParameterGather:
             labels_gathers=ranks_may_differ or zero.enable_sanity_checks,
             compares_labels=zero.enable_sanity_checks,
         )
-        window = zero.prefetch_bucket_size or most_gathered  # a larger message would never be gathered ahead
-        units = partitioned_units(shards, parameters, min(most_gathered, window))
+        given = zero.prefetch_bucket_size
+        # A larger message would never be gathered ahead.
+        units = partitioned_units(shards, parameters, min(most_gathered, given or most_gathered))
         self._units = {unit.name: unit for unit in units}
         self.is_needed = bool(self._units)
         """True if a unit is partitioned."""
@@ -75,13 +83,19 @@ class ParameterGather:
             self.memory.attach(unit)
         numel = {name: unit.numel for name, unit in self._units.items()}
         largest = max(numel.values(), default=0)
-        prefetch_numel = largest if zero.prefetch_bucket_size is None else zero.prefetch_bucket_size
-        self._prefetch_numel = prefetch_numel if zero.overlap_comm else 0  # elements to gather ahead of their use
-        self._room = largest + self._prefetch_numel if self._prefetch_numel else 0  # of a use and what is ahead of it
+        window = prefetch_limit(communicator.size, largest, given) if zero.overlap_comm else 0
+        self._prefetch_numel = window  # elements to gather ahead of their use
+        # Room of a use and what is ahead of it.
+        self._room = min(largest + window, zero.max_live_parameters) if window else 0
+        is_in_files = shards.plan.parameter.home is Home.FILE
+        least = joined_gathers(communicator.size, min(window, max(zero.max_live_parameters - largest, 0)), given)
+        # Partitions in files come one after the other, as buffers are free.
+        self._least_ahead = 0 if is_in_files else min(least, most_gathered)  # elements of a message ahead of its use
+        self._most_gathered = most_gathered
         self._orders = {True: UseOrder(numel), False: UseOrder(numel)}  # passes with a backward, passes without
         self._order = self._orders[True]
         self._fetch_partition, self._forget_fetches = shards.fetch_partition, shards.forget_fetches
-        self._reads_ahead = shards.plan.parameter.home is Home.FILE and zero.overlap_comm
+        self._reads_ahead = is_in_files and zero.overlap_comm
         self._last_in_backward: GatheredUnit | None = None
         self._node: object = None  # the node of autograd's graph that last gathered a unit
         self._used_by_node: set[str] = set()
@@ -260,8 +274,8 @@ class ParameterGather:
         if unit.state is not UnitState.WHOLE:
             self._make_room(unit)
             self.memory.allocate(unit)
-            for group in unit.gathers:
-                self.memory.launch(unit, group)
+            for group in unit.groups:
+                self.memory.launch(group)
             with self._timers.measure("params-gather"):
                 self.memory.wait(unit, why)
         self.memory.mark_used(unit)
@@ -271,18 +285,37 @@ class ParameterGather:
 
         What is in files is fetched further ahead.
         """
-        left = self._prefetch_numel
-        for name in self._order.upcoming():
-            unit = self._units[name]
-            if left <= 0:
-                break
-            if unit.state is not UnitState.WHOLE:
-                if unit.state is UnitState.PARTITIONED and not self._fits(unit):
-                    break
-                self._prefetch_unit(unit, left)
-            left -= unit.numel
+        for message in _messages(self._due_ahead(), self._least_ahead, self._most_gathered):
+            for unit, *_ in message:
+                if unit.state is UnitState.PARTITIONED:
+                    self.memory.allocate(unit)
+                    unit.is_prefetched = True
+            self.memory.launch(*message)
         if self._reads_ahead:
             self._fetch_partitions()
+
+    def _due_ahead(self) -> Iterator[tuple[int, UnitBuckets]]:
+        """Yield what may be gathered ahead and has not been begun, in order: the elements used before it, and it."""
+        used, live = 0, self.memory.live_numel
+        found: set[str] = set()
+        for name in self._order.upcoming():
+            unit = self._units[name]
+            if used >= self._prefetch_numel:
+                return
+            if unit.state is not UnitState.WHOLE and name not in found:
+                found.add(name)
+                if unit.state is UnitState.PARTITIONED:
+                    live += unit.numel
+                    if live > self._zero.max_live_parameters:
+                        return
+                stop = used
+                for group in unit.groups:
+                    stop += group.numel
+                    if stop > self._prefetch_numel:
+                        break
+                    if group.buckets[0].index not in unit.works:
+                        yield used, group
+            used += unit.numel
 
     def _fetch_partitions(self) -> None:
         """Begin to read partitions of the units gathered next, in order, as far as there are buffers."""
@@ -291,17 +324,6 @@ class ParameterGather:
             missing = (bucket for bucket in unit.buckets if bucket.index not in unit.works)
             if unit.state is not UnitState.WHOLE and not all(map(self._fetch_partition, missing)):
                 return
-
-    def _prefetch_unit(self, unit: GatheredUnit, left: int) -> None:
-        """Launch gathers of the unit's first buckets, at most `left` elements."""
-        for group in unit.gathers:
-            left -= group[-1].stop - group[0].start
-            if left < 0:
-                return
-            if unit.state is UnitState.PARTITIONED:
-                self.memory.allocate(unit)
-                unit.is_prefetched = True
-            self.memory.launch(unit, group)
 
     def _release_finished(self, current: GatheredUnit | None) -> None:
         """Release the units that backward has finished with."""
@@ -341,6 +363,28 @@ class ParameterGather:
             unit.has_room = self._order.fits(unit.name, self._room)
             return unit.has_room
         return True
+
+
+def _messages(found: Iterable[tuple[int, UnitBuckets]], least: int, most: int) -> Iterator[list[UnitBuckets]]:
+    """Group what is gathered ahead by messages of at least `least` elements, and at most `most`.
+
+    found: each with the elements that are used before it.  The rest waits for more, unless fewer than `least` are.
+    """
+    message: list[UnitBuckets] = []
+    numel = before = 0
+    for used, group in found:
+        if message and numel + group.numel > most:
+            yield message
+            message = []
+        if not message:
+            numel, before = 0, used
+        message.append(group)
+        numel += group.numel
+        if numel >= least:
+            yield message
+            message = []
+    if message and before < least:
+        yield message
 
 
 def in_backward() -> bool:

@@ -7,12 +7,14 @@ has been gathered again.
     PARTITIONED --launch--> IN_FLIGHT --wait--> WHOLE --release--> PARTITIONED
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -85,12 +87,25 @@ class GatheredUnit:
     def buckets(self) -> tuple[Bucket, ...]:
         return tuple(bucket for section in self.sections for bucket in section.buckets)
 
+    @cached_property
+    def groups(self) -> tuple["UnitBuckets", ...]:
+        """The groups of its buckets that are gathered by one call each, unless groups of several units are."""
+        return tuple(UnitBuckets(self, group, group[-1].stop - group[0].start) for group in self.gathers)
+
+
+class UnitBuckets(NamedTuple):
+    """Neighbouring buckets of a unit, which are one of its `gathers`."""
+
+    unit: GatheredUnit
+    buckets: Sequence[Bucket]
+    numel: int
+
 
 class UnitMemory:
     """The memory of units, which moves them between their states and counts what is gathered.
 
     autograd_retains_memory: whether tensors that autograd has saved retain a unit's memory beyond its release.
-    labels_gathers: whether a gather carries its unit's number, which costs a message where it is compared.
+    labels_gathers: whether a gather carries a number of its units, which costs a message where it is compared.
     compares_labels: whether ranks compare what they gather, and wait for that, where their communicator does not.
     take_updated: returns the arrival of a partition's updated values on the device, which its next gather must follow.
     secondary: the ranks over which gathered parameters are partitioned a second time.
@@ -122,6 +137,7 @@ class UnitMemory:
         self._labels_gathers, self._compares_labels = labels_gathers, compares_labels
         self._take_updated = take_updated
         self._units: list[GatheredUnit] = []
+        self._joined: dict[int, tuple[int, ...]] = {}  # the units of gathers of several, by label
         self._mismatch: Problem | None = None  # after it messages may be on their way that nothing receives
         self._by_storage: dict[int, GatheredUnit] = {}
         self.live: dict[str, GatheredUnit] = {}
@@ -148,40 +164,84 @@ class UnitMemory:
         """Make the unit the last used."""
         self.live[unit.name] = self.live.pop(unit.name)
 
-    def launch(self, unit: GatheredUnit, group: Sequence[Bucket]) -> None:
-        """Start to gather one of the unit's `gathers`, whose memory is allocated, unless that has been done.
+    def launch(self, *groups: UnitBuckets) -> None:
+        """Start to gather groups of buckets whose memory is allocated, and leave out those that have been begun.
+
+        Groups of several units travel together, by one call for all that have one dtype and take one way.
 
         Raises CollectiveError once ranks have gathered different units, where that is compared.
         """
-        if group[0].index not in unit.works:
-            label = None if unit.works or not self._labels_gathers else unit.index
-            if self._mismatch is not None:
-                raise CollectiveError(self._mismatch)
-            if self._compares_labels and label is not None:
-                self._compare_labels(unit)
-            flat = self._shards.flat(self._shards.layout.sections[group[0].section])
-            wholes = [flat[bucket.start : bucket.stop] for bucket in group]
-            if self._frozen is not None and (row := self._shards.encoded_row(group[0])) is not None:
-                (whole,) = wholes
-                with torch.no_grad():
-                    unit.works[group[0].index] = (
-                        self._frozen.gather_into(whole, row, self._shards.parameter_home, label),
-                    )
-                return
-            is_near = self.secondary.has(unit.name) and not unit.is_exact
-            source = self.secondary if is_near else self._shards
+        ways: dict[Hashable, list[UnitBuckets]] = {}
+        for group in groups:
+            if group.buckets[0].index not in group.unit.works:
+                ways.setdefault(self._way(group) if len(groups) > 1 else None, []).append(group)
+        for together in ways.values():
+            self._launch_together(together)
+
+    def _way(self, group: UnitBuckets) -> Hashable:
+        """Return what is the same for groups that one call may gather."""
+        unit, (first, *_), _ = group
+        section = self._shards.layout.sections[first.section]
+        if self._shards.is_encoded(section):
+            return first.index  # a row is gathered and decoded by itself
+        return self.secondary.has(unit.name), unit.is_exact, section.dtype
+
+    def _launch_together(self, groups: Sequence[UnitBuckets]) -> None:
+        if self._mismatch is not None:
+            raise CollectiveError(self._mismatch)
+        label = self._label(groups) if self._labels_gathers else None
+        if self._compares_labels and label is not None:
+            self._compare_labels(label)
+        unit, (first, *_), _ = groups[0]
+        if self._frozen is not None and (row := self._shards.encoded_row(first)) is not None:
+            whole = self._shards.flat(self._shards.layout.sections[first.section])[first.start : first.stop]
             with torch.no_grad():
-                mine, brought = zip(*map(source.outgoing, group, wholes), strict=True)
-            arrivals = [*brought, *map(self._take_updated, group)]
-            far = self._exact if unit.is_exact else self._communicator
-            ranks = self.secondary.communicator if is_near else far
-            with torch.no_grad(), ExitStack() as ahead:
-                for arrival in arrivals:
+                unit.works[first.index] = (self._frozen.gather_into(whole, row, self._shards.parameter_home, label),)
+            return
+        is_near = self.secondary.has(unit.name) and not unit.is_exact
+        source = self.secondary if is_near else self._shards
+        far = self._exact if unit.is_exact else self._communicator
+        wholes: list[torch.Tensor] = []
+        mine: list[torch.Tensor] = []
+        arriving: list[list[Arrival]] = []  # of each group
+        with torch.no_grad():
+            for _, buckets, _ in groups:
+                flat = self._shards.flat(self._shards.layout.sections[buckets[0].section])
+                arriving.append([])
+                for bucket in buckets:
+                    wholes.append(flat[bucket.start : bucket.stop])
+                    part, brought = source.outgoing(bucket, wholes[-1])
+                    mine.append(part)
+                    for arrival in (brought, self._take_updated(bucket)):
+                        if arrival is not ARRIVED:
+                            arriving[-1].append(arrival)
+            with ExitStack() as ahead:
+                for arrival in chain.from_iterable(arriving):
                     ahead.enter_context(arrival.ahead())
-                work = gather_together(ranks, wholes, mine, label)
-            # The gather of one rank does nothing, or copies where it is queued, and its work waits for nothing.
-            unit.works |= {bucket.index: () for bucket in group}
-            unit.works[group[0].index] = work, *arrivals
+                work = gather_together(self.secondary.communicator if is_near else far, wholes, mine, label)
+        # The gather of one rank does nothing, or copies where it is queued, and its work waits for nothing.
+        for (unit, buckets, _), of_group in zip(groups, arriving, strict=True):
+            for bucket in buckets:
+                unit.works[bucket.index] = ()
+            unit.works[buckets[0].index] = work, *of_group
+
+    def _label(self, groups: Sequence[UnitBuckets]) -> int | None:
+        """Return the number of a gather, that of the first unit that begins with it, and a checksum of the others."""
+        begin = dict.fromkeys(unit.index for unit, *_ in groups if not unit.works)
+        if not begin:
+            return None
+        first, *others = begin
+        label = first + len(self._units) * crc32(b"".join(index.to_bytes(4) for index in others))
+        if others:
+            self._joined[label] = first, *others
+        return label
+
+    def _labelled(self, label: int) -> str:
+        """Return the names of what a rank gathers with this label."""
+        others, first = divmod(label, len(self._units))
+        if label in self._joined:
+            return ", ".join(self._units[index].name for index in self._joined[label])
+        return self._units[first].name + " and others with it" * bool(others)
 
     def wait(self, unit: GatheredUnit, why: str) -> None:
         """Wait until every bucket, all of them launched, is gathered; raise CollectiveError if ranks don't meet."""
@@ -190,7 +250,7 @@ class UnitMemory:
                 work.wait()
         except LabelMismatch as error:
             unit.works.clear()
-            raise self._mismatched(unit, why, error.rank, error.label) from None
+            raise self._mismatched(error.mine, why, error.rank, error.label) from None
         except RuntimeError as error:
             unit.works.clear()  # nothing more will come
             names = ", ".join(unit.names)
@@ -204,19 +264,21 @@ class UnitMemory:
             with torch.no_grad():
                 self.secondary.keep(unit.name, unit.sections)
 
-    def _compare_labels(self, unit: GatheredUnit) -> None:
-        """Wait until all ranks have come to a gather; raise CollectiveError if it is not the same unit on all."""
-        mine = torch.full((1,), unit.index, dtype=torch.int64, device=self._shards.device)
-        labels = mine.new_empty(self._communicator.size)
-        self._communicator.all_gather_into(labels, mine).wait()
+    def _compare_labels(self, mine: int) -> None:
+        """Wait until all ranks have come to a gather; raise CollectiveError if it is not of the same units on all."""
+        sent = torch.full((1,), mine, dtype=torch.int64, device=self._shards.device)
+        labels = sent.new_empty(self._communicator.size)
+        self._communicator.all_gather_into(labels, sent).wait()
         for rank, label in enumerate(labels.tolist()):
-            if label != unit.index:
-                raise self._mismatched(unit, "its next use", rank, label)
+            if label != mine:
+                raise self._mismatched(mine, "its next use", rank, label)
 
-    def _mismatched(self, unit: GatheredUnit, why: str, rank: int, label: int) -> CollectiveError:
+    def _mismatched(self, mine: int, why: str, rank: int, theirs: int) -> CollectiveError:
         """Return the error of a gather for which another rank gathers something else; no later gather is begun."""
-        theirs = self._units[label].name if 0 <= label < len(self._units) else f"unit {label}"
-        given = f"data-parallel rank {self._communicator.rank} gathers {unit.name} for {why}, rank {rank} {theirs}"
+        given = (
+            f"data-parallel rank {self._communicator.rank} gathers {self._labelled(mine)} for {why},"
+            f" rank {rank} {self._labelled(theirs)}"
+        )
         rule = "every rank gathers the same parameters in the same order, whatever its data"
         legal = (
             "megazero.zero.set_z3_leaf_modules(model, [Experts]), or zero_optimization.leaf_module, for a module that"

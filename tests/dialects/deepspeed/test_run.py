@@ -435,8 +435,8 @@ def test_automatic_keys_report_what_they_became() -> None:
         'ds.json: "auto" became train_batch_size: 48, gradient_accumulation_steps: 3, gradient_clipping: 3.0,'
         " activation_checkpointing: left out",
         'ds.json: fp16: "auto" became enabled: true, loss_scale: 0, initial_scale_power: 12',
-        'ds.json: zero_optimization: "auto" became stage3_prefetch_bucket_size: as many as the largest unit has,'
-        " legacy_stage1: left out",
+        'ds.json: zero_optimization: "auto" became stage3_prefetch_bucket_size: as many as the largest unit has, with'
+        " more than 32 data-parallel processes at least 262144 for each, legacy_stage1: left out",
         'ds.json: optimizer.params: "auto" became lr: 0.001, betas: [0.9, 0.999], torch_adam: megazero\'s own',
         'ds.json: scheduler.params: "auto" became total_num_steps: 100, warmup_num_steps: 0',
     ]

@@ -448,7 +448,8 @@ def test_automatic_keys_report_what_they_became() -> None:
         'ds.json: zero_optimization: "auto" became'
         " reduce_bucket_size: 524288 for each data-parallel process, but at least 16777216, and at most 268435456 or"
         " 131072 for each process, whichever is more,"
-        " stage3_prefetch_bucket_size: as many as the largest unit has, stage3_param_persistence_threshold: 0",
+        " stage3_prefetch_bucket_size: as many as the largest unit has, with more than 32 data-parallel processes at"
+        " least 262144 for each, stage3_param_persistence_threshold: 0",
         'ds.json: "auto" became gradient_clipping: 0.0',
         'ds.json: optimizer.params: "auto" became lr: 0.001, betas: [0.9, 0.999], eps: 1e-08, weight_decay: 0.01',
         'ds.json: scheduler.params: "auto" became warmup_min_lr: 0.0, warmup_max_lr: 0.001, warmup_num_steps: 1000',

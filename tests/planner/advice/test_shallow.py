@@ -85,6 +85,14 @@ def test_recomputed_layers_are_sampled_beside_their_neighbours() -> None:
     assert deeper.total > 5 * again.total
 
 
+def test_samples_are_deeper_than_what_many_ranks_gather_ahead() -> None:
+    """Of 1,024 data-parallel ranks 2^28 elements are ahead, the largest unit's and those of four more layers."""
+    words = "--num-layers 40 --zero-stage 3 --micro-batch-size 1 --global-batch-size 1024"
+    nodes = Nodes((16,) * 256)
+    found = [depths(job_of(f"{words} {more}", nodes)) for more in ("", "--prefetch-bucket-size 0", "--no-overlap-comm")]
+    assert found == [((7,), 33), ((3,), 37), ((3,), 37)]
+
+
 @each(
     ("words", "split", "more"),
     [
@@ -99,7 +107,7 @@ def test_recomputed_layers_are_sampled_beside_their_neighbours() -> None:
 )
 def test_every_chunk_loses_as_many_layers(words: str, split: tuple[int, ...], more: int) -> None:
     job = job_of(f"{words} --micro-batch-size 1 --global-batch-size 16", Nodes((16,)))
-    found = depths(job.config, job.vocab_size)
+    found = depths(job)
     whole = tuple(layers + found.more for layers in found.split)
     assert sum(whole) == job.config.model.num_layers
     if "virtual" not in words:

@@ -27,10 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from megazero.comm.mesh import Mesh
 from megazero.errors import UsageError
 from megazero.zero.engine import Engine
-from megazero.zero.layout import Bucket
 from megazero.zero.parameters.frames import on_gradient
 from megazero.zero.parameters.guard import PartitionedParameter
-from megazero.zero.parameters.unit_memory import GatheredUnit, UnitState
+from megazero.zero.parameters.unit_memory import UnitBuckets, UnitState
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -333,9 +332,9 @@ def test_views_from_a_module_are_gathered_once() -> None:
     launched: list[str] = []
     launch = engine._gather.memory.launch
 
-    def noting(unit: GatheredUnit, bucket: Bucket) -> None:
-        launched.append(unit.name)
-        launch(unit, bucket)
+    def noting(*groups: UnitBuckets) -> None:
+        launched.extend(unit.name for unit, *_ in groups)
+        launch(*groups)
 
     engine._gather.memory.launch = noting
     with torch.no_grad():

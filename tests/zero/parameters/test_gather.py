@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megazero.errors import UsageError
 from megazero.zero.engine import Engine
 from megazero.zero.parameters.gather import ParameterGather
-from megazero.zero.parameters.unit_memory import GatheredUnit
+from megazero.zero.parameters.unit_memory import GatheredUnit, UnitBuckets
 
 WIDTH = 4
 NUMEL = 32  # elements of a unit: 4 x 4 and 4, padded to two quanta of 16
@@ -64,8 +64,8 @@ class Diary:
         self.gather = self.engine._gather
         self.events: list[str] = []
         self.in_flight: list[str] = []  # the states of all units at each computation
-        self._watch("launch", "+")
-        self._watch("release", "-")
+        self._watch_launches()
+        self._watch_releases()
         for index, layer in enumerate(self.model.layers):
             layer.register_forward_pre_hook(self._note(f"f{index}"))
             layer.register_full_backward_pre_hook(self._note(f"b{index}"))
@@ -93,15 +93,24 @@ class Diary:
             self.model(torch.ones(2, WIDTH, dtype=torch.float64))
         return " ".join(self.events)
 
-    def _watch(self, method: str, sign: str) -> None:
-        original = getattr(self.gather.memory, method)
+    def _watch_launches(self) -> None:
+        original = self.gather.memory.launch
 
-        def watching(unit: GatheredUnit, *more: Any) -> Any:
-            if sign == "-" or not unit.works:
-                self.events.append(sign + unit.name.removeprefix("layers."))
-            return original(unit, *more)
+        def launch(*groups: UnitBuckets) -> None:
+            begin = [unit.name.removeprefix("layers.") for unit, *_ in groups if not unit.works]
+            self.events += ["+" + ",".join(begin)] if begin else []
+            original(*groups)
 
-        setattr(self.gather.memory, method, watching)
+        self.gather.memory.launch = launch
+
+    def _watch_releases(self) -> None:
+        original = self.gather.memory.release
+
+        def release(unit: GatheredUnit) -> None:
+            self.events.append("-" + unit.name.removeprefix("layers."))
+            original(unit)
+
+        self.gather.memory.release = release
 
     def _note(self, event: str) -> Callable[..., None]:
         def note(*_: Any) -> None:
@@ -135,7 +144,7 @@ AHEAD = {
         "f0:wii f1:wwi f2:www b2:www b1:wwp b0:wpp",
     ),
     10**6: (
-        "+0 +1 +2 f0 f1 f2 b2 -2 b1 -1 b0 -0",
+        "+0 +1,2 f0 f1 f2 b2 -2 b1 -1 b0 -0",
         "f0:wii f1:wwi f2:www b2:www b1:wwp b0:wpp",
     ),
 }
@@ -156,6 +165,44 @@ def test_what_is_gathered_ahead(window: int) -> None:
     assert " ".join(diary.in_flight) == states
     assert diary.step() == events, "the record stays"
     assert diary.engine.gathered_numel[0] == 0
+
+
+def test_small_units_are_gathered_together_ahead_of_their_use() -> None:
+    """A message has half of the prefetch window, here two layers, and begins before less than that is ahead.
+
+    The last layer of a forward, or a backward, is a message of its own where their number is odd.
+    """
+    diary = Diary(8, prefetch_bucket_size=4 * NUMEL)
+    diary.step()
+    expected = (
+        "+0 +1,2 +3,4 f0 -0 f1 -1 +5,6 f2 -2 f3 f4 +7 f5 f6 f7 b7 -7 b6 -6 b5 +2,1 -5 b4 -4 b3 -3 b2 +0 -2 b1 -1 b0 -0"
+    )
+    assert diary.step() == diary.step() == expected
+    assert diary.engine.gathered_numel == (0, 5 * NUMEL), "a use, and the window"
+
+
+def test_a_message_of_several_units_has_no_more_than_one_gather_may() -> None:
+    diary = Diary(8, prefetch_bucket_size=6 * NUMEL, allgather_bucket_size=2 * NUMEL)
+    diary.step()
+    assert diary.step().startswith("+0 +1,2 +3,4 +5,6 f0"), "not three, which are half of the window"
+
+
+@pytest.mark.parametrize("most", [NUMEL, 3 * NUMEL, 5 * NUMEL])
+def test_small_units_are_gathered_together_within_the_limit_of_live_parameters(most: int) -> None:
+    """What the limit leaves beside the unit in use counts as the window."""
+    diary = Diary(8, prefetch_bucket_size=10**6, max_live_parameters=most)
+    diary.step()
+    begins = {NUMEL: "+0 f0 -0 +1 f1 -1", 3 * NUMEL: "+0 +1 +2 f0 -0 +3 f1", 5 * NUMEL: "+0 +1,2 +3,4 f0 -0 f1 -1 +5,6"}
+    assert diary.step().startswith(begins[most])
+    assert diary.engine.gathered_numel == (0, most)
+
+
+def test_what_is_gathered_together_and_not_used_is_released() -> None:
+    diary = Diary(8, prefetch_bucket_size=4 * NUMEL)
+    diary.step()
+    found = diary.step([0, 3, 2, 7])
+    assert found.startswith("+0 +1,2 +3,4 f0 -0 f3 -3 f2 -2 +7 f7"), "in another order, and without the first of two"
+    assert diary.engine.gathered_numel[0] == 0 and diary.states() == "p" * 8
 
 
 def test_room_is_found_anew_at_every_use() -> None:
@@ -446,7 +493,12 @@ def on_two_ranks(rank: int, zero: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "zero", [{}, {"prefetch_bucket_size": 10**6, "max_reuse_distance": 80, "reduce_bucket_size": 1}]
+    "zero",
+    [
+        {},
+        {"prefetch_bucket_size": 10**6, "max_reuse_distance": 80, "reduce_bucket_size": 1},
+        {"prefetch_bucket_size": 3 * NUMEL},
+    ],
 )
 def test_ranks_meet_whatever_is_gathered_ahead(zero: dict[str, Any]) -> None:
     found = run_ranks(2, on_two_ranks, zero)

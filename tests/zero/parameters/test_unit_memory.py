@@ -7,12 +7,20 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 
 from megazero.comm.local import LocalCommunicator
+from megazero.comm.metered import Meter
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.errors import CollectiveError
 from megazero.memory.homes import HostHome
 from megazero.parallel.param_spec import Unit, spec_of
 from megazero.zero.layout import LayoutRules, Slot, build_layout
 from megazero.zero.parameters.guard import PartitionedParameter, attach_handle
-from megazero.zero.parameters.unit_memory import UnitMemory, UnitState, partitioned_units
+from megazero.zero.parameters.unit_memory import (
+    GatheredUnit,
+    UnitBuckets,
+    UnitMemory,
+    UnitState,
+    partitioned_units,
+)
 from megazero.zero.plan import resolve
 from megazero.zero.shards import Shards
 
@@ -58,7 +66,7 @@ def states_on_rank(rank: int) -> None:
         assert unit.state is UnitState.PARTITIONED and flat.untyped_storage().nbytes() == 0
         memory.allocate(unit)
         for bucket in (*unit.buckets, *unit.buckets):  # a second launch of a bucket does nothing
-            memory.launch(unit, [bucket])
+            memory.launch(UnitBuckets(unit, [bucket], bucket.numel))
         assert unit.state is UnitState.IN_FLIGHT and flat.untyped_storage().nbytes() == NUMEL * 8
         assert memory.live_numel == NUMEL
         memory.wait(unit, f"turn {turn}")
@@ -88,9 +96,9 @@ def test_one_rank_waits_for_what_comes_from_host_memory(bucket: int) -> None:
     (unit,) = partitioned_units(shards, dict(layer.named_parameters()), 1000)
     memory.attach(unit)
     memory.allocate(unit)
-    (together,) = unit.gathers
-    assert together == list(unit.buckets) and len(together) == (1 if bucket == 1000 else 2)
-    memory.launch(unit, together)
+    (group,) = unit.groups
+    assert group.buckets == list(unit.buckets) and len(group.buckets) == (1 if bucket == 1000 else 2)
+    memory.launch(group)
     memory.wait(unit, "a use")
     assert torch.equal(shards.flat(unit.sections[0])[:25].view(WIDTH, WIDTH), expected.weight)
 
@@ -103,7 +111,7 @@ def shared_on_rank(rank: int) -> None:
         memory.attach(unit)
         memory.allocate(unit)
         for bucket in unit.buckets:
-            memory.launch(unit, [bucket])
+            memory.launch(UnitBuckets(unit, [bucket], bucket.numel))
         memory.wait(unit, why)
         flat = shards.flat(unit.sections[0])
         values = flat.clone()
@@ -119,3 +127,88 @@ def shared_on_rank(rank: int) -> None:
 @pytest.mark.gloo
 def test_memory_of_others_is_left_to_them() -> None:
     run_ranks(2, shared_on_rank)
+
+
+class Layers(nn.Module):
+    """Three layers, of which the second has another number format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.second = nn.Linear(WIDTH, 7, dtype=torch.bfloat16)
+        self.third = nn.Linear(3, WIDTH, dtype=torch.float64)
+
+
+def make_units(rank: int, *, compares_labels: bool = False) -> tuple[Shards, UnitMemory, list[GatheredUnit], Meter]:
+    """Return three units of two ranks, whose buckets have 32 elements, and the meter of their gathers."""
+    layers, mesh = Layers(), mesh_in_worker(rank, dp=2)
+    parameters = dict(layers.named_parameters())
+    for name, parameter in parameters.items():
+        attach_handle(parameter, name, Nobody())
+    units = [Unit(name, (f"{name}.weight", f"{name}.bias")) for name, _ in layers.named_children()]
+    placed = [Slot(spec_of(name, p), p.dtype, True, 0) for name, p in parameters.items()]
+    layout = build_layout(units, placed, LayoutRules(2, 32))
+    plan = resolve(ZeroConfig(zero_stage=3), PrecisionConfig(precision="fp64"))
+    shards = Shards(plan, layout, rank, parameters)
+    memory = UnitMemory(shards, mesh.gathering, autograd_retains_memory=False, compares_labels=compares_labels)
+    found = list(partitioned_units(shards, parameters))
+    for unit in found:
+        memory.attach(unit)
+        memory.allocate(unit)
+    mesh.meter.reset()
+    return shards, memory, found, mesh.meter
+
+
+def together_on_rank(rank: int) -> None:
+    shards, memory, units, meter = make_units(rank)
+    first, second, third = units
+    assert [len(unit.groups) for unit in units] == [1, 2, 1]
+    memory.launch(*first.groups, *second.groups, *third.groups)
+    assert meter.count("dp", "all_gather").calls == 2, "one message of each number format"
+    memory.launch(*third.groups, *first.groups)
+    assert meter.count("dp", "all_gather").calls == 2, "what has been begun is left out"
+    for unit in (third, first):
+        memory.wait(unit, "a use")
+    assert [unit.state.name for unit in units] == ["WHOLE", "IN_FLIGHT", "WHOLE"]
+    memory.release(second)
+    for unit, layer in ((first, Layers().first), (third, Layers().third)):
+        expected = torch.cat([layer.weight.view(-1), layer.bias])
+        assert torch.equal(shards.flat(unit.sections[0])[: expected.numel()], expected)
+    memory.release(first)
+    memory.release(third)
+    assert (memory.live_numel, memory.live) == (0, {})
+
+
+@pytest.mark.gloo
+def test_units_that_are_gathered_together_are_used_and_released_one_by_one() -> None:
+    run_ranks(2, together_on_rank)
+
+
+def mismatch_on_rank(rank: int, mine: list[list[int]]) -> str:
+    """Gather different units where ranks compare them first, so that no message is left behind."""
+    _, memory, units, meter = make_units(rank, compares_labels=True)
+    for _ in range(2):
+        with pytest.raises(CollectiveError) as caught:
+            memory.launch(*(group for index in mine[rank] for group in units[index].groups))
+    assert meter.count("dp", "all_gather").calls == 1, "that of the labels"
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("mine", "names"),
+    [
+        ([[0, 2], [0]], [("first, third", "first"), ("first", "first and others with it")]),
+        (
+            [[0, 2], [2, 0]],
+            [("first, third", "third and others with it"), ("third, first", "first and others with it")],
+        ),
+        ([[2], [0]], [("third", "first"), ("first", "third")]),
+    ],
+)
+def test_ranks_that_gather_different_units_together(mine: list[list[int]], names: list[tuple[str, str]]) -> None:
+    """The error names the units, also where the first of a message is the same on both ranks."""
+    texts = run_ranks(2, mismatch_on_rank, mine)
+    for rank, (text, (own, theirs)) in enumerate(zip(texts, names, strict=True)):
+        assert f"data-parallel rank {rank} gathers {own} for its next use, rank {1 - rank} {theirs}" in text
