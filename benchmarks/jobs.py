@@ -4,17 +4,19 @@ A benchmark that needs several jobs (other numbers of processes, or steps that m
 them itself.  Processes are forked by a *fork server* that has imported torch and computed nothing, so a job costs about
 a second; each computes with one thread, unless another number is given.  Jobs that run *side by side* share a barrier,
 so that the machine can be kept as busy by four jobs of one process as by one job of four.  A job that *stays* keeps an
-object in each of its processes, whose methods can be called; between two calls it sleeps.
+object in each of its processes, whose methods can be called; between two calls it sleeps.  A job on an emulated cluster
+(`nodes.py`) has one process on each node.
 """
 
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
+from nodes import MEETING, Cluster, enter
 from torch.distributed import TCPStore
 
 from megazero.comm.startup import choose_device, join
@@ -47,15 +49,20 @@ class _Worker(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """The parameters of a process.  stays: the object that fn returns is kept there, so that it can be called."""
+    """The parameters of a process.
+
+    meeting: variables by which those of a job meet.  stays: the object that fn returns is kept there, so that it can be
+    called.  namespace: of the network; "": this machine's.
+    """
 
     launch: Launch
-    port: int
+    meeting: Mapping[str, str]
     device: str
     num_threads: int
     barrier: Any
     connection: Connection
     stays: bool = False
+    namespace: str = ""
 
 
 class Job:
@@ -74,7 +81,7 @@ class Job:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             launch = Launch(rank, world_size, rank)
-            start = _Start(launch, self._store.port, device, num_threads, barrier, theirs, stays=True)
+            start = _Start(launch, _meeting(self._store), device, num_threads, barrier, theirs, stays=True)
             self._workers.append(_start(context, start, ours, fn, args))
         self._answers()
 
@@ -116,12 +123,24 @@ def run_jobs(number: int, world_size: int, fn: Callable[..., Any], *args: Any, d
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             launch = Launch(rank, world_size, job * world_size + rank)
-            workers.append(_start(context, _Start(launch, store.port, device, 1, barrier, theirs), ours, fn, args))
-    try:
-        results = _collect(workers)
-    finally:
-        _end(workers)
+            start = _Start(launch, _meeting(store), device, 1, barrier, theirs)
+            workers.append(_start(context, start, ours, fn, args))
+    results = _collected(workers)
     return [results[job * world_size : (job + 1) * world_size] for job in range(number)]
+
+
+def run_on_cluster(cluster: Cluster, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call fn(place, *args) on a process of every node, and return the results by rank, as `run_job` does."""
+    context = _context()
+    barrier = context.Barrier(cluster.nodes)
+    workers = []
+    for rank in range(cluster.nodes):
+        ours, theirs = context.Pipe()
+        launch = Launch(rank, cluster.nodes, 0, (1,) * cluster.nodes)
+        meeting = {**MEETING, "TORCHELASTIC_USE_AGENT_STORE": "False", "GLOO_SOCKET_IFNAME": "eth0"}
+        start = _Start(launch, meeting, "cpu", 1, barrier, theirs, namespace=cluster.namespace(rank))
+        workers.append(_start(context, start, ours, fn, args))
+    return _collected(workers)
 
 
 def _context() -> Any:
@@ -135,6 +154,12 @@ def _store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def _meeting(store: TCPStore) -> dict[str, str]:
+    """Return the variables by which processes of this machine meet at a store, as torchrun sets them."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
+    return {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is in the process that has started this one
+
+
 def _start(context: Any, start: _Start, ours: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> _Worker:
     process = context.Process(target=_serve, args=(start, fn, args), daemon=True)
     process.start()
@@ -144,12 +169,10 @@ def _start(context: Any, start: _Start, ours: Connection, fn: Callable[..., Any]
 
 def _serve(start: _Start, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Run a process of a job, which stays until it is ended, so that its connections to other processes don't break."""
-    # torchrun sets the same variables, but here the store is in the process that has started this one.
+    if start.namespace:
+        enter(start.namespace)
     os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(start.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        GLOO_SOCKET_IFNAME="lo",
+        start.meeting,
         RANK=str(start.launch.rank),
         WORLD_SIZE=str(start.launch.world_size),
         LOCAL_RANK=str(start.launch.local_rank),
@@ -179,6 +202,14 @@ def _reply(fn: Callable[..., Any], *args: Any) -> _Reply:
         return _Reply(error=(type(error), error.problems))
     except Exception:
         return _Reply(traceback=traceback.format_exc())
+
+
+def _collected(workers: Sequence[_Worker]) -> list[Any]:
+    """Return the results of workers, which end then."""
+    try:
+        return _collect(workers)
+    finally:
+        _end(workers)
 
 
 def _collect(workers: Sequence[_Worker]) -> list[Any]:

@@ -4,6 +4,7 @@ Every run has a metrics file of its own, which is read while it grows; the bytes
 are read when a line arrives.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -13,13 +14,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 _SCRIPT = Path(__file__).with_name("cluster.sh")
 _POLL_SECONDS = 0.005
 _PATIENCE_SECONDS = 300.0  # the longest wait for a step
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET of Linux
+# Where the ranks of a job on a cluster meet.
+MEETING: Mapping[str, str] = MappingProxyType({"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"})
 
 
 class ClusterError(Exception):
@@ -57,6 +61,10 @@ class Cluster:
         ends = (f"/sys/class/net/{self._name}v{node}/statistics/rx_bytes" for node in range(self.nodes))
         return [int(Path(end).read_text()) for end in ends]
 
+    def namespace(self, node: int) -> str:
+        """Return the name of a node's network namespace."""
+        return f"{self._name}n{node}"
+
     def start(self, node: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> "Process":
         """Start a command on a node, in the folder of the log, to which its output goes."""
         words = ["bash", str(_SCRIPT), "exec", str(node), *command]
@@ -88,6 +96,14 @@ class Cluster:
             raise
         if process.returncode:
             raise ClusterError(f"cluster.sh {' '.join(words)}: {said.strip() or f'status {process.returncode}'}")
+
+
+def enter(namespace: str) -> None:
+    """Make a network namespace that of this process, which has one thread, and of what it starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open("rb") as place:
+        if libc.setns(place.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"no way into the network namespace {namespace}")
 
 
 def obstacle() -> str:
@@ -185,11 +201,9 @@ class Run:
             "WORLD_SIZE": self._cluster.nodes * self._processes,
             "LOCAL_RANK": rank % self._processes,
             "LOCAL_WORLD_SIZE": self._processes,
-            "MASTER_ADDR": "10.77.0.1",
-            "MASTER_PORT": 29500,
             "OMP_NUM_THREADS": 1,
         }
-        return {name: str(value) for name, value in told.items()}
+        return {**MEETING, **{name: str(value) for name, value in told.items()}}
 
     def _end(self) -> None:
         for rank in self._ranks:

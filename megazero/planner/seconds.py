@@ -45,7 +45,7 @@ Order = Callable[[int], Sequence[_Action]]
 _Item = tuple[int, Event | DeviceWork | Enter]  # an event with its number, or a step of any stage
 _FOR_OTHER_STAGES = (BETWEEN_STAGES, "ends", "world")  # kinds of messages that one stage comes to before another
 _AFTER_ACTIONS: tuple[Phase, ...] = ("reduce", "update")
-_COMPILED: tuple[Phase, ...] = ("forward", "recompute", "backward")
+_ACROSS_NODES = "across nodes"  # the channel of all messages of a rank over its link to other nodes
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,8 @@ class _Maker:
             return Send(number, lane, seconds, BETWEEN_STAGES, host, key, 2, needs_device=not is_receive)
         ends = self._stages_of(event.channel)
         if len(ends) == 1:
-            return Send(number, event.channel, seconds, kind, host)
+            # Gathers and reductions have channels of their own, and one link between nodes to share.
+            return Send(number, _ACROSS_NODES if crosses else event.channel, seconds, kind, host)
         key = self._numbered(("all", event.channel, ends), "")
         return Send(number, event.channel, seconds, kind, host, key, len(ends))
 

@@ -3,7 +3,8 @@
 import time
 
 import pytest
-from jobs import run_job, run_jobs
+from jobs import run_job, run_jobs, run_on_cluster
+from nodes import Cluster, obstacle
 from support.benchmark_jobs import PROBLEM, fail, together, who
 
 from megazero.errors import ConfigError
@@ -13,6 +14,16 @@ from megazero.errors import ConfigError
 def test_processes_meet_those_of_their_own_job() -> None:
     assert run_jobs(2, 2, who, "x", device="cpu") == [[("x", [0, 1])] * 2] * 2
     assert run_job(3, who, "y", device="cpu") == [("y", [0, 1, 2])] * 3
+
+
+@pytest.mark.gloo
+def test_processes_of_nodes_meet_over_their_links() -> None:
+    if reason := obstacle():
+        pytest.skip(f"no emulated cluster: {reason}")
+    with Cluster(2) as cluster:
+        before = cluster.sent_bytes()
+        assert run_on_cluster(cluster, who, "x") == [("x", [0, 1])] * 2
+        assert all(now > then for now, then in zip(cluster.sent_bytes(), before, strict=True))
 
 
 @pytest.mark.gloo

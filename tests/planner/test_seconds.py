@@ -98,6 +98,13 @@ def test_a_group_on_several_nodes_takes_the_links_between_them() -> None:
     assert found.stages[0].waits["dp across nodes"] == 5
 
 
+def test_gathers_and_reductions_share_the_link_between_nodes_alone() -> None:
+    events = [message("gathers"), message("sums", "reduce_scatter"), kernel(2), TraceWait(0, "device")]
+    for nodes, seconds in (((0, 1), 5 + 5), ((0, 0), 2)):
+        channels = {name: Channel("dp", (0, 1), nodes) for name in ("gathers", "sums")}
+        assert timed(job(events, **channels)).seconds == seconds
+
+
 def test_an_update_in_host_memory_is_the_host_s() -> None:
     events = [kernel(4), kernel(6, UPDATE, "host"), kernel(1)]
     slow_host = replace(MACHINE, kernels={"memory": constant(1.0), "host": constant(0.5)})

@@ -19,18 +19,35 @@ from megazero.planner.calibration.training import SmallTraining, messages_in_tra
 from megazero.planner.curves import Curve, constant
 from megazero.planner.hardware import Link
 
+_LONG_SECONDS = 0.05  # of a message that is repeated
+
 
 def link_inside(meter: GroupStopwatch) -> Link:
-    """Measure collectives by kind, by the number of ranks, and by bytes, between the processes of this machine."""
+    """Measure the link between the processes of a node, in groups of neighbours."""
+    return _link(meter, meter.place.per_node, crosses=False)
+
+
+def link_across(meter: GroupStopwatch) -> Link:
+    """Measure the link between nodes, in groups of ranks that are as far apart as they can be, so that all cross.
+
+    All groups communicate at once, and a rate is what a device has while those of its node send too.
+    """
+    return _link(meter, meter.place.size, crosses=True)
+
+
+def _link(meter: GroupStopwatch, most: int, *, crosses: bool) -> Link:
+    """Measure collectives by kind, by bytes, and by the number of ranks of a group: the divisors of `most`."""
     place = meter.place
     found: dict[str, dict[int, Curve]] = {}
-    for size in (size for size in range(2, place.size + 1) if place.size % size == 0):
+    for size in (size for size in range(2, most + 1) if most % size == 0):
         scratch = FusedBuffers(2 * meter.effort.messages[-1], place.device)
-        mesh = make_mesh(Topology(dp=size, tp=place.size // size), place.rank, place.device, scratch)
+        order = ("dp", "pp", "tp") if crosses else ("pp", "tp", "dp")
+        layout = Topology(dp=size, tp=place.size // size, order=order)
+        mesh = make_mesh(layout, place.rank, place.device, scratch)
         for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"):
             found.setdefault(kind, {})[size] = _collective(meter, mesh.axis("dp"), kind)
         if place.device.type == "cpu":
-            for kind, curve in messages_in_training(meter, size).items():
+            for kind, curve in messages_in_training(meter, size, crosses=crosses).items():
                 longer = found[kind][size].points
                 points = (*curve.points, *(point for point in longer if point[0] > 2 * curve.points[-1][0]))
                 found[kind][size] = Curve(points)
@@ -46,13 +63,19 @@ def link_inside(meter: GroupStopwatch) -> Link:
 
 
 def _collective(meter: GroupStopwatch, group: Communicator, kind: str) -> Curve:
-    """Measure one kind of collective by the bytes of the whole tensor, in bytes that a rank sends a second."""
+    """Measure one kind of collective by the bytes of the whole tensor, in bytes that a rank sends a second.
+
+    A message that takes long takes its bytes at the link's rate, so that none longer than the first such one is sent.
+    """
     points = []
     for nbytes in meter.effort.messages:
         numel = -(-nbytes // 4 // group.size) * group.size
         run = partial(_communicate, group, kind, *torch.zeros(2, numel, device=meter.place.device).unbind())
         amount = sent_bytes(cast(Collective, kind), 4 * numel, group.size)
-        points.append((4.0 * numel, amount / meter.seconds(run)))
+        seconds = meter.seconds(run)
+        points.append((4.0 * numel, amount / seconds))
+        if seconds > _LONG_SECONDS:
+            break
     return Curve(tuple(points))
 
 
@@ -133,9 +156,9 @@ def overlap_cost(meter: GroupStopwatch) -> float:
 
 def at_once(meter: GroupStopwatch) -> float:
     """Measure how many devices work at full speed at the same time: how much faster a training step is alone."""
-    if meter.place.device.type == "cuda" or meter.place.size == 1:
-        return float(meter.place.size)
+    if meter.place.device.type == "cuda" or meter.place.per_node == 1:
+        return float(meter.place.per_node)
     training = SmallTraining(meter.place, meter.effort.models[len(meter.effort.models) // 2])
     share = meter.seconds(training.step, alone=True) / meter.seconds(training.step)
     training.close()
-    return round(min(max(share, 1 / meter.place.size), 1.0) * meter.place.size, 2)
+    return round(min(max(share, 1 / meter.place.per_node), 1.0) * meter.place.per_node, 2)

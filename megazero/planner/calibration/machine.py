@@ -10,6 +10,7 @@ share is a step of a tiny GPT, whose kernels take no time.  Bytes and operations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,14 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.parallel.topology import Topology
-from megazero.planner.calibration.links import at_once, link_inside, link_to_files, link_to_host, overlap_cost
+from megazero.planner.calibration.links import (
+    at_once,
+    link_across,
+    link_inside,
+    link_to_files,
+    link_to_host,
+    overlap_cost,
+)
 from megazero.planner.calibration.measuring import ON_A_GPU, Effort, GroupStopwatch, Place, SmallModel, kernels_of
 from megazero.planner.calibration.training import SmallTraining, held_out, kernels_in_training
 from megazero.planner.curves import Curve, constant
@@ -42,17 +50,20 @@ def calibrate(
     """Measure this machine with all processes of the job, and write its description to a new file on rank 0.
 
     is_quick: in seconds instead of minutes, more coarsely.
-    Raises ConfigError, on all ranks, if the file is there already or cannot be written.
+    Raises ConfigError, on all ranks, if the file is there already or cannot be written, or nodes differ in processes.
     """
     if path.exists() or not path.parent.is_dir():
         rule = "a calibration writes a new file into a folder that is there"
         raise ConfigError(Problem(f"--calibrate {path}", rule, "the name of a file that is not there yet"))
+    if len(set(launch.nodes.ranks_per_node)) > 1:
+        rule = "every node has the same number of processes, since one description stands for all nodes"
+        raise ConfigError(Problem(f"--calibrate on {launch.nodes.describe()}", rule, "as many processes on every node"))
     console, chosen = Console(launch.rank), choose_device(device, launch)
     console.line(use_cpu_threads(None, launch, chosen) or f"device: {chosen}")
     join(launch, backend="auto", device=chosen, timeout_minutes=10.0)
     try:
         mesh = make_mesh(Topology(dp=launch.world_size), launch.rank, chosen, FusedBuffers(0, chosen))
-        place = Place(launch.rank, launch.world_size, chosen, mesh.world)
+        place = Place(launch.rank, launch.world_size, chosen, mesh.world, launch.ranks_per_node)
         effort = effort or (ON_A_GPU if chosen.type == "cuda" else Effort())
         found = measured(place, effort.coarse() if is_quick else effort, name=path.stem, report=console.line)
         if launch.rank == 0:
@@ -74,7 +85,8 @@ def measured(place: Place, effort: Effort, *, name: str, report: Report) -> Hard
     """Return the description of this machine, the same on every process; a collective call of all of them."""
     meter, device = GroupStopwatch(place, effort), place.device
     torch.manual_seed(0)
-    report(f"measuring on {place.size} {device.type} processes at once: matrix products")
+    where = f"{place.size} processes" + (f", {place.nodes.describe()}" if place.nodes.count > 1 else "")
+    report(f"measuring on {device.type}, {where} at once: matrix products")
     formats = _formats(device)
     kernels: Mapping[str, Curve]
     operators: Mapping[str, Curve] = {}
@@ -91,16 +103,17 @@ def measured(place: Place, effort: Effort, *, name: str, report: Report) -> Hard
         kernel_seconds, host_seconds = 0.0, training.host_seconds
     report("messages")
     inside = link_inside(meter)
+    across = inside if place.nodes.count == 1 else link_across(meter)
     found = Hardware(
         name=name,
-        source=f"megazero plan --calibrate on {place.size} processes, torch {torch.__version__}",
+        source=f"megazero plan --calibrate on {where}, torch {torch.__version__}",
         device="cuda" if device.type == "cuda" else "cpu",
-        devices_per_node=place.size,
-        memory_bytes=_memory_bytes(device) // (place.size if device.type == "cpu" else 1),
+        devices_per_node=place.per_node,
+        memory_bytes=_memory_bytes(device) // (place.per_node if device.type == "cpu" else 1),
         host_memory_bytes=_memory_bytes(torch.device("cpu")),
         matrix=matrix,
         kernels=kernels,
-        links={"inside": inside, "across": inside, "host": link_to_host(meter), "disk": link_to_files(meter)},
+        links={"inside": inside, "across": across, "host": link_to_host(meter), "disk": link_to_files(meter)},
         kernel_seconds=kernel_seconds,
         host_seconds=host_seconds,
         operators=operators,
@@ -111,7 +124,10 @@ def measured(place: Place, effort: Effort, *, name: str, report: Report) -> Hard
     if device.type == "cuda":
         return found
     report("steps that give no rates")
-    return found.slowed(held_out(meter, found))
+    slowed = found.slowed(held_out(meter, found))
+    if across is inside:
+        return slowed
+    return replace(slowed, links={**slowed.links, "across": across})  # no step that was held out has used it
 
 
 def _formats(device: torch.device) -> dict[str, torch.dtype]:

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.comm.interface import Communicator
+from megazero.parallel.nodes import Nodes
 from megazero.planner.dry.operations import Operations
 from megazero.planner.trace import Operation
 
@@ -90,12 +91,26 @@ ON_A_GPU = Effort(
 
 
 class Place(NamedTuple):
-    """This process: its rank among `size` that measure, its device, all of them as one communicator."""
+    """This process: its rank among `size` that measure, its device, all of them as one communicator.
+
+    ranks_per_node: as `Launch` has it.
+    """
 
     rank: int
     size: int
     device: torch.device
     world: Communicator
+    ranks_per_node: tuple[int, ...] = ()
+
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes of those that measure."""
+        return Nodes(self.ranks_per_node or (self.size,))
+
+    @property
+    def per_node(self) -> int:
+        """The processes of a node."""
+        return self.nodes.ranks_per_node[0]
 
 
 class _Counted(TorchDispatchMode):

@@ -50,6 +50,7 @@ _T = TypeVar("_T")
 _WARM_UP = 2  # steps, the first of which makes moments and buffers
 _MICRO_BATCHES = 2  # the first writes gradients, the others add to them
 _AT_ONCE = 1e-4  # seconds between the start of a message and the wait for it, in which nothing is computed
+_LONG_SECONDS = 0.008  # of a message of a step
 _LEAST_SHARE = 0.001  # of all kernels' seconds, from which on an operator has rates of its own
 
 
@@ -120,7 +121,9 @@ class ClockedMeter(Meter):
         self.taken: list[_Taken] = []
 
     def communicator(self, inner: Communicator, axis: str, key: str = "", links: Links | None = None) -> Communicator:
-        return super().communicator(cast(Communicator, _Clocked(inner, self)), axis, key, links)
+        # An axis of one rank begins no message, and its works would be taken for those of the last one that has begun.
+        clocked = inner if inner.size == 1 else cast(Communicator, _Clocked(inner, self))
+        return super().communicator(clocked, axis, key, links)
 
 
 class _Clocked:
@@ -250,12 +253,21 @@ def rates_of(measured: Sequence[tuple[Operation, int, float]], host_seconds: flo
     )
 
 
-def messages_in_training(meter: GroupStopwatch, tp: int) -> Mapping[str, Curve]:
-    """Time the messages of tensor-parallel steps, by collective, in bytes that a rank sends a second."""
+def messages_in_training(meter: GroupStopwatch, tp: int, *, crosses: bool = False) -> Mapping[str, Curve]:
+    """Time the messages of tensor-parallel steps, by collective, in bytes that a rank sends a second.
+
+    crosses: ranks of a group are as far apart as they can be, instead of neighbours.
+    """
     points: dict[str, list[Measurement]] = defaultdict(list)
     models = [model for model in meter.effort.models if not model.dropout and model.heads % tp == 0]
+    longest = 0.0
     for model, splits_sequence in itertools.product(models, (False, True)):
-        settings = {"tensor_model_parallel_size": tp, "sequence_parallel": splits_sequence}
+        if longest > _LONG_SECONDS and not splits_sequence:
+            break  # over a slow link larger messages take their bytes at its rate, and steps take long
+        settings = {
+            **{"tensor_model_parallel_size": tp, "sequence_parallel": splits_sequence},
+            "rank_order": "tp-pp-dp" if crosses else "pp-dp-tp",
+        }
         training = SmallTraining(meter.place, model, together=True, **settings)
         for _ in range(_WARM_UP):
             training.step()
@@ -272,23 +284,26 @@ def messages_in_training(meter: GroupStopwatch, tp: int) -> Mapping[str, Curve]:
             if count:
                 sent = sent_bytes(cast(Collective, kind), nbytes, tp)
                 points[kind].append((nbytes, count * sent, seconds))
+                longest = max(longest, seconds / count)
     return {kind: pooled(each) for kind, each in points.items()}
 
 
 def held_out(meter: GroupStopwatch, hardware: Hardware) -> float:
     """Return what steps without a part in the rates take, as a multiple of what these predict: the median of them.
 
-    A step's figure is what a user finds: the median of its repetitions, on the slowest process.
+    A step's figure is what a user finds: the median of its repetitions, on the slowest process.  On several nodes every
+    process trains by itself: what a message between nodes takes is a matter of their link alone.
     """
     place, found = meter.place, []
+    size = place.size if place.nodes.count == 1 else 1
     for model in meter.effort.held_out:
-        for settings in _layouts(model, place.size):
-            training = SmallTraining(place, model, together=True, **settings)
+        for settings in _layouts(model, size):
+            training = SmallTraining(place, model, together=size > 1, **settings)
             for _ in range(_WARM_UP):
                 training.step()
             seconds = meter.slowest(statistics.median(meter.times(training.step)))
             training.close()
-            job = DryJob(training.config, model.vocabulary, Nodes((place.size,)), is_gpu=False)
+            job = DryJob(training.config, model.vocabulary, Nodes((size,)), is_gpu=False)
             plan = make_plan(job, hardware, parts=("start-up", "first step", "steady step"))
             found.append(seconds / forecast_of(plan).step.seconds)
     return statistics.median(found)

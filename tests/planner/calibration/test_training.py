@@ -115,6 +115,8 @@ def test_a_message_takes_its_start_and_its_wait() -> None:
     later = axis.all_reduce(torch.zeros(4))
     time.sleep(0.03)
     later.wait()
+    alone = meter.communicator(LocalCommunicator(), "dp")
+    alone.all_reduce(torch.zeros(2)).wait()
     first, second = meter.taken
     assert (first.begun.collective, first.begun.nbytes, second.begun.nbytes) == ("all_reduce", 32, 16)
     assert second.before >= 0.03
