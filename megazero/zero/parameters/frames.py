@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,13 @@ from megazero.errors import Problem, UsageError
 from megazero.zero.parameters.eagerly import eagerly
 from megazero.zero.parameters.gather import ParameterGather, in_backward
 from megazero.zero.parameters.publish import ParameterPublisher
+from megazero.zero.parameters.unit_memory import GatheredUnit
 
 _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+# What stands in a graph for a saved tensor: another tensor on its memory, its unit, and how often the unit's memory has
+# been left to such tensors.  A tensor elsewhere has no unit, and its version in the last place; where there are other
+# hooks, what they have packed is in the first.
+_Packed = tuple[Any, GatheredUnit | None, int]
 
 
 @dataclass
@@ -45,14 +50,6 @@ class ModuleHook(partial[Any]):
 
     def __reduce__(self) -> tuple[type["ModuleHook"], tuple[Callable[..., None]]]:
         return ModuleHook, (_do_nothing,)
-
-
-class _SavedView(NamedTuple):
-    """A tensor that autograd has saved and that lies in a unit's memory."""
-
-    gather: ParameterGather
-    unit: str
-    tensor: Tensor
 
 
 class Frames:
@@ -159,7 +156,8 @@ class Frames:
             frame.saving.stop()
         if module in self._leaves and self._gather.is_needed:
             self._gather_before_backward(module, output)
-        returned = self._units_in(output) if frame.pinned else set()
+        found = map(self._gather.memory.unit_of, tensors_in(output)) if frame.pinned else ()
+        returned = {unit.name for unit in found if unit is not None}
         for unit in frame.pinned:
             if unit in returned and self._stack:
                 self._stack[-1].pinned.append(unit)
@@ -184,10 +182,6 @@ class Frames:
             self._gather.end_pass(with_backward=False)
         elif self._is_frozen and not any(tensor.requires_grad for tensor in tensors_in(output)):
             self._gather.end_pass(with_backward=True)  # begun as one with a backward, of which there is none
-
-    def _units_in(self, output: Any) -> set[str]:
-        found = (self._gather.unit_of_memory(tensor) for tensor in tensors_in(output))
-        return {unit for unit in found if unit is not None}
 
 
 def _do_nothing(*_inputs: Any) -> None:
@@ -216,7 +210,7 @@ class _SavedTensors:
         """Catch the tensors that are saved from here on, until `stop`."""
         self._gather = gather
         self._unit_of = gather.memory.unit_of
-        self._pack_other, self._unpack_other = _top_hooks() or _NO_HOOKS
+        self._others = _top_hooks()
         self._stack = ExitStack()
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
 
@@ -232,48 +226,42 @@ class _SavedTensors:
         return isinstance(owner, _SavedTensors) and owner._gather is gather
 
     @eagerly
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> _Packed:
+        """Return a detached tensor.
+
+        A node that saves its own output, and a hook that returned that very output, would hold each other for ever if
+        no backward came.
+        """
         unit = self._unit_of(tensor)
-        return self._pack_other(tensor) if unit is None else _SavedView(self._gather, unit.name, tensor.detach())
+        if unit is not None:
+            return tensor.detach(), unit, unit.num_left
+        if self._others is not None:
+            return self._others[0](tensor), None, 0
+        return tensor.detach(), None, tensor._version
 
     @eagerly
-    def _unpack(self, packed: Any) -> Any:
-        if not (isinstance(packed, _SavedView) and packed.gather is self._gather):
-            return self._unpack_other(packed)
-        if self._unit_of(packed.tensor) is not None:  # else the tensor has retained its memory
-            self._gather.gather_for_backward(packed.unit)
-            if torch.is_grad_enabled():  # this backward makes a graph itself, whose saved tensors no hook catches
-                self._gather.share(packed.unit)
-        return packed.tensor
+    def _unpack(self, packed: _Packed) -> Any:
+        """Return the tensor; raise RuntimeError if it has changed, which torch checks where there are no hooks."""
+        tensor, unit, version = packed
+        if unit is not None:
+            if unit.num_left == version:  # else the tensor has retained its memory
+                self._gather.gather_for_backward(unit)
+                if torch.is_grad_enabled():  # this backward makes a graph itself, whose saved tensors no hook catches
+                    unit.shared = True
+        elif self._others is not None:
+            return self._others[1](tensor)
+        elif tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+            )
+        return tensor
 
 
 def _top_hooks() -> _Hooks | None:
     """Return the hooks that pack tensors saved now, and unpack them when backward needs them; None without hooks."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
-
-
-def _pack_alias(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return another tensor on the memory of one that autograd saves, and its version.
-
-    It is detached: a node that saves its own output, and a hook that returned that very output, would hold each other
-    for ever if no backward came.
-    """
-    return tensor.detach(), tensor._version
-
-
-def _unpack_alias(saved: tuple[Tensor, int]) -> Tensor:
-    """Return the saved tensor; raise RuntimeError if it has changed, which torch checks where there are no hooks."""
-    tensor, version = saved
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation:"
-            f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
-        )
-    return tensor
-
-
-_NO_HOOKS: _Hooks = (_pack_alias, _unpack_alias)
 
 
 def call_on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:

@@ -20,13 +20,11 @@ from megazero.errors import Problem, UsageError
 from megazero.memory.copies import Arrival
 from megazero.timers import Timers
 from megazero.zero.layout import Bucket, joined_gathers, prefetch_limit
-from megazero.zero.parameters.guard import guard, unguard
 from megazero.zero.parameters.unit_memory import (
     GatheredUnit,
     UnitBuckets,
     UnitMemory,
     UnitState,
-    each,
     partitioned_units,
 )
 from megazero.zero.parameters.use_order import UseOrder
@@ -111,11 +109,6 @@ class ParameterGather:
         unit = self._unit_of.get(parameter)
         return None if unit is None else unit.name
 
-    def unit_of_memory(self, tensor: torch.Tensor) -> str | None:
-        """Return the unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
-        unit = self.memory.unit_of(tensor)
-        return None if unit is None else unit.name
-
     def begin_pass(self, *, with_backward: bool) -> None:
         """Record the uses from here on as those of a forward that has a backward, or of one that has none."""
         self._order = self._orders[with_backward]
@@ -142,7 +135,7 @@ class ParameterGather:
             self._order.use(name)
             self._gather(unit, why)
             self._prefetch()
-        each(unguard, unit.parameters)
+        self.memory.unguard(unit)
 
     def pin_for_user(self, name: str, why: str) -> None:
         """Gather a unit outside any pass, whole and unguarded until `unpin`; the record of uses has no such use."""
@@ -155,14 +148,14 @@ class ParameterGather:
         unit.pins += 1
         self._gather(unit, why)
         unit.was_pinned_by_user = True
-        each(unguard, unit.parameters)
+        self.memory.unguard(unit)
 
     def unpin(self, name: str) -> None:
         """Release a unit, unless other pins remain, it is needed soon, or a running backward will release it."""
         unit = self._units[name]
         unit.pins -= 1
         if unit.pins == 0:
-            each(guard, unit.parameters)
+            self.memory.guard(unit)
             stays = not unit.was_pinned_by_user and (in_backward() or self._is_worth_retaining(unit))
             if unit.state is not UnitState.PARTITIONED and not stays:  # it is PARTITIONED if its gather has failed
                 self.memory.release(unit)
@@ -171,13 +164,12 @@ class ParameterGather:
         """Leave the unit's memory to the tensors that refer to it when the unit is released."""
         self._units[name].shared = True
 
-    def gather_for_backward(self, name: str) -> None:
+    def gather_for_backward(self, unit: GatheredUnit) -> None:
         """Gather a unit for a saved tensor; the units of one node of the graph stay until the next node."""
-        unit = self._units[name]
         node = torch._C._current_autograd_node()
         if node is not self._node:
             self._node, self._used_by_node = node, set()
-        self._used_by_node.add(name)
+        self._used_by_node.add(unit.name)
         self._use_in_backward(unit)
 
     def gather_leaf(self, names: Iterable[str]) -> None:
@@ -196,10 +188,10 @@ class ParameterGather:
         Its parameters are unguarded until it is released.
         """
         unit = self._units[name]
-        self.gather_for_backward(name)
+        self.gather_for_backward(unit)
         unit.shared = True
         unit.recomputed_in = torch._C._current_graph_task_id()
-        each(unguard, unit.parameters)
+        self.memory.unguard(unit)
 
     def _use_in_backward(self, unit: GatheredUnit) -> None:
         """Gather a unit for backward; several uses in a row count as one, and those within a leaf module."""

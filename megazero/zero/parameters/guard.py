@@ -197,16 +197,19 @@ def detach_handle(parameter: nn.Parameter) -> None:
         delattr(parameter, _ATTRIBUTE)
 
 
-def guard(parameter: nn.Parameter) -> None:
+def guard(*parameters: nn.Parameter) -> None:
     """Make touches call the owner."""
-    parameter.__class__ = PartitionedParameter
+    for parameter in parameters:
+        parameter.__class__ = PartitionedParameter
 
 
-def unguard(parameter: nn.Parameter) -> None:
+def unguard(*parameters: nn.Parameter) -> None:
     """Make the values readable without a call of the owner."""
-    handle, is_guarded = handle_of(parameter), type(parameter) is PartitionedParameter
-    if handle is not None and is_guarded:
-        parameter.__class__ = handle.whole_class
+    for parameter in parameters:
+        handle: ParameterHandle | None = getattr(parameter, _ATTRIBUTE, None)
+        is_guarded = type(parameter) is PartitionedParameter
+        if handle is not None and is_guarded:
+            parameter.__class__ = handle.whole_class
 
 
 def _listed(parameter: nn.Parameter, handle: ParameterHandle) -> Tensor:

@@ -7,7 +7,7 @@ has been gathered again.
     PARTITIONED --launch--> IN_FLIGHT --wait--> WHOLE --release--> PARTITIONED
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,6 +32,7 @@ from megazero.zero.shards import Shards
 
 # An identity of a tensor's storage, the same for all its views and through resizing.
 _address: Callable[[torch.Tensor], int] = vars(torch._C)["_storage_address"]
+_ORDINARY = (torch.Tensor, nn.Parameter)
 
 
 class UnitState(Enum):
@@ -54,6 +55,8 @@ class GatheredUnit:
     recomputed_in: the backward whose recomputation used it, which may walk what it has recomputed in a backward of its
     own.  was_pinned_by_user: whether the user may have written values into it, which a release must discard.
     is_exact: whether its gather is for a user, who gets what is stored, where a pass gets what a wire has rounded.
+    num_left: how many times its memory has been left to tensors that refer to it.
+    is_guarded: whether its parameters are guarded, as they are unless it is pinned or backward recomputes with it.
     """
 
     name: str
@@ -71,6 +74,8 @@ class GatheredUnit:
     recomputed_in: int | None = None
     was_pinned_by_user: bool = False
     is_exact: bool = False
+    num_left: int = 0
+    is_guarded: bool = False
     awaited: set[str] = field(default_factory=set)
     works: dict[int, tuple[Work | Arrival, ...]] = field(default_factory=dict)  # of launched buckets, by index
 
@@ -149,16 +154,31 @@ class UnitMemory:
         """Add a unit, whose parameters are guarded from here on."""
         self._units.append(unit)
         self._remember_storages(unit)
-        each(guard, unit.parameters)
+        self.guard(unit)
+
+    def guard(self, unit: GatheredUnit) -> None:
+        """Guard the unit's parameters."""
+        if not unit.is_guarded:
+            guard(*unit.parameters)
+            unit.is_guarded = True
+
+    def unguard(self, unit: GatheredUnit) -> None:
+        """Let the unit's parameters be read as they are."""
+        if unit.is_guarded:
+            unguard(*unit.parameters)
+            unit.is_guarded = False
 
     def unit_of(self, tensor: torch.Tensor) -> GatheredUnit | None:
         """Return the unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
         # A DTensor's memory is that of the tensor inside.  The first test spares most tensors the slow second one.
-        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        if type(tensor) not in _ORDINARY and is_traceable_wrapper_subclass(tensor):
             inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             found = (self.unit_of(part) for part in inner if isinstance(part, torch.Tensor))
             return next((unit for unit in found if unit is not None), None)
-        return self._by_storage.get(_address(tensor)) if torch._C._has_storage(tensor) else None
+        try:
+            return self._by_storage.get(_address(tensor))
+        except NotImplementedError:  # it has no storage
+            return None
 
     def mark_used(self, unit: GatheredUnit) -> None:
         """Make the unit the last used."""
@@ -195,8 +215,7 @@ class UnitMemory:
         unit, (first, *_), _ = groups[0]
         if self._frozen is not None and (row := self._shards.encoded_row(first)) is not None:
             whole = self._shards.flat(self._shards.layout.sections[first.section])[first.start : first.stop]
-            with torch.no_grad():
-                unit.works[first.index] = (self._frozen.gather_into(whole, row, self._shards.parameter_home, label),)
+            unit.works[first.index] = (self._frozen.gather_into(whole, row, self._shards.parameter_home, label),)
             return
         is_near = self.secondary.has(unit.name) and not unit.is_exact
         source = self.secondary if is_near else self._shards
@@ -204,21 +223,20 @@ class UnitMemory:
         wholes: list[torch.Tensor] = []
         mine: list[torch.Tensor] = []
         arriving: list[list[Arrival]] = []  # of each group
-        with torch.no_grad():
-            for _, buckets, _ in groups:
-                flat = self._shards.flat(self._shards.layout.sections[buckets[0].section])
-                arriving.append([])
-                for bucket in buckets:
-                    wholes.append(flat[bucket.start : bucket.stop])
-                    part, brought = source.outgoing(bucket, wholes[-1])
-                    mine.append(part)
-                    for arrival in (brought, self._take_updated(bucket)):
-                        if arrival is not ARRIVED:
-                            arriving[-1].append(arrival)
-            with ExitStack() as ahead:
-                for arrival in chain.from_iterable(arriving):
-                    ahead.enter_context(arrival.ahead())
-                work = gather_together(self.secondary.communicator if is_near else far, wholes, mine, label)
+        for _, buckets, _ in groups:
+            flat = self._shards.flat(self._shards.layout.sections[buckets[0].section])
+            arriving.append([])
+            for bucket in buckets:
+                wholes.append(flat[bucket.start : bucket.stop])
+                part, brought = source.outgoing(bucket, wholes[-1])
+                mine.append(part)
+                for arrival in (brought, self._take_updated(bucket)):
+                    if arrival is not ARRIVED:
+                        arriving[-1].append(arrival)
+        with ExitStack() as ahead:
+            for arrival in chain.from_iterable(arriving):
+                ahead.enter_context(arrival.ahead())
+            work = gather_together(self.secondary.communicator if is_near else far, wholes, mine, label)
         # The gather of one rank does nothing, or copies where it is queued, and its work waits for nothing.
         for (unit, buckets, _), of_group in zip(groups, arriving, strict=True):
             for bucket in buckets:
@@ -261,8 +279,7 @@ class UnitMemory:
         unit.works.clear()
         unit.state = UnitState.WHOLE
         if not unit.is_exact:
-            with torch.no_grad():
-                self.secondary.keep(unit.name, unit.sections)
+            self.secondary.keep(unit.name, unit.sections)
 
     def _compare_labels(self, mine: int) -> None:
         """Wait until all ranks have come to a gather; raise CollectiveError if it is not of the same units on all."""
@@ -308,16 +325,16 @@ class UnitMemory:
         elif unit.state is UnitState.IN_FLIGHT:  # gathered ahead, and not used
             self.wait(unit, "a use that did not come")
         flats = [self._shards.flat(section) for section in unit.sections]
+        storages = [flat.untyped_storage() for flat in flats]
         is_retained = unit.shared or self._autograd_retains_memory
-        if is_retained or not all(
-            flat.untyped_storage().resizable() for flat in flats
-        ):  # NumPy refers to one that is not
+        # NumPy refers to a storage that may not be resized.
+        if is_retained or not all(map(torch.UntypedStorage.resizable, storages)):
             self._detach_memory(unit)
         else:
-            for flat in flats:
-                flat.untyped_storage().resize_(0)
+            for flat, storage in zip(flats, storages, strict=True):
+                storage.resize_(0)
                 self._shards.ledger.resized(flat)
-        each(guard, unit.parameters)
+        self.guard(unit)
         unit.state = UnitState.PARTITIONED
         unit.is_prefetched = unit.has_room = unit.shared = unit.was_pinned_by_user = unit.is_exact = False
         unit.recomputed_in = None
@@ -326,7 +343,8 @@ class UnitMemory:
 
     def _detach_memory(self, unit: GatheredUnit) -> None:
         """Leave the unit's memory to other tensors: the parameters become views of a new, empty storage."""
-        each(unguard, unit.parameters)
+        self.unguard(unit)
+        unit.num_left += 1
         for section in unit.sections:
             self._by_storage.pop(_address(self._shards.flat(section)))
             self._shards.replace_flat(section)
@@ -364,9 +382,3 @@ def partitioned_units(
                 for group in neighbours(section.buckets, 0 if shards.is_encoded(section) else most_gathered)
             ),
         )
-
-
-def each(action: Callable[[nn.Parameter], None], parameters: Iterable[nn.Parameter]) -> None:
-    """Guard or unguard several parameters."""
-    for parameter in parameters:
-        action(parameter)

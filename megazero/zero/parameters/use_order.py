@@ -28,29 +28,28 @@ class UseOrder:
     def __init__(self, numel: Mapping[str, int]) -> None:
         self._numel = numel
         self._now: list[str] = []
-        self._follows = True
+        self._place = 0  # of the next use in the record; its end, once the pass has left it
         self._set_record([])
 
     def use(self, unit: str) -> None:
         """Record that the unit is used now."""
-        place = len(self._now)
-        self._follows = self._follows and place < len(self._recorded) and self._recorded[place] == unit
+        follows = self._place < self._end and self._recorded[self._place] == unit
+        self._place = self._place + 1 if follows else self._end
         self._now.append(unit)
         if len(self._now) > _MOST_USES:
-            self._now, self._follows = [], False
+            self._now, self._place = [], self._end
 
     def upcoming(self) -> Iterator[str]:
         """Return the units by their next uses, in order, as far as they are recorded; a unit may come several times."""
-        end = len(self._recorded)
-        return map(self._recorded.__getitem__, range(len(self._now) if self._follows else end, end))
+        return map(self._recorded.__getitem__, range(self._place, self._end))
 
     def distance(self, unit: str) -> int | None:
         """Return the elements of other units used before this one's next use; None when no next use is recorded."""
         places = self._places.get(unit, [])
-        nearest = bisect_left(places, len(self._now))
-        if not self._follows or nearest == len(places):
+        nearest = bisect_left(places, self._place)
+        if nearest == len(places):
             return None
-        return self._elements_before[places[nearest]] - self._elements_before[len(self._now)]
+        return self._elements_before[places[nearest]] - self._elements_before[self._place]
 
     def fits(self, unit: str, numel: int) -> bool:
         """Return True if `numel` elements are room for the unit until its next use.
@@ -68,17 +67,17 @@ class UseOrder:
 
     def end_pass(self) -> None:
         """Make the uses of this pass the record of the next."""
-        if self._now and not (self._follows and len(self._now) == len(self._recorded)):
+        if self._now and self._now != self._recorded:
             self._set_record(self._now)
         self.reset_pass()
 
     def reset_pass(self) -> None:
         """Forget the uses of this pass: the record stays."""
         self._now = []
-        self._follows = True
+        self._place = 0
 
     def _set_record(self, order: list[str]) -> None:
-        self._recorded = order
+        self._recorded, self._end = order, len(order)
         self._elements_before = list(accumulate((self._numel[unit] for unit in order), initial=0))
         self._places: dict[str, list[int]] = {}
         for place, unit in enumerate(order):

@@ -419,8 +419,9 @@ def test_what_is_held_may_not_change() -> None:
     gather: ParameterGather = diary.gather
     gather.pin_for_user("layers.0", "a test")
     assert gather.unit_of("layers.0.bias") == "layers.0" and gather.unit_of("nobody") is None
-    assert gather.unit_of_memory(diary.model.layers[0].weight) == "layers.0"
-    assert gather.unit_of_memory(torch.ones(2)) is None
+    held = gather.memory.unit_of(diary.model.layers[0].weight)
+    assert held is not None and held.name == "layers.0"
+    assert gather.memory.unit_of(torch.ones(2)) is None
     with pytest.raises(UsageError, match=r"a walk while layers\.0 is gathered"):
         gather.check_unpinned("a walk")
     gather.unpin("layers.0")
