@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch import Tensor
 from megazero.comm.faults.flight_record import Begun, FlightRecord
 from megazero.comm.interface import Collective, Communicator, FileTransfer, HostTransfer, ReduceKind, Work
 from megazero.comm.links import Links
+
+_NBYTES: Callable[[Tensor], int] = attrgetter("nbytes")
 
 
 @dataclass
@@ -160,7 +163,7 @@ class MeteredCommunicator:
             _NotedWork(_Call(self._inner.barrier), begun, self._meter).wait()
 
     def _record(self, collective: Collective, *wholes: Tensor, to: int | None = None) -> Begun | None:
-        nbytes = sum(whole.numel() * whole.element_size() for whole in wholes)
+        nbytes = sum(map(_NBYTES, wholes))
         sent = sent_bytes(collective, nbytes, self.size)
         across = 0 if self._links is None else self._links.across(collective, sent, to)
         self._meter.record(self._axis, collective, sent, across)

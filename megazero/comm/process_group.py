@@ -66,6 +66,8 @@ class ProcessGroupCommunicator:
         self._scratch = scratch
         self.size = group.size()
         self.rank = group.rank()
+        # The other ranks, every rank beginning with the one behind it, so that no two begin with the same.
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._exchanges = group.name() == "gloo"
         self._lane = lane
         groups = (group, group if beside is None else beside)
@@ -136,8 +138,8 @@ class ProcessGroupCommunicator:
             slices = output.view(self.size, input.numel())
             if slices[self.rank].data_ptr() != input.data_ptr():
                 slices[self.rank].copy_(input)
-            tag = _GATHER + 2 * (input.numel() * input.element_size() % _GATHER_TAGS)
-            for peer in self._peers():
+            tag = _GATHER + 2 * (input.nbytes % _GATHER_TAGS)
+            for peer in self._peers:
                 works += self._swap(slices[self.rank], slices[peer], peer, tag)
         return self._retain(_Exchange(works, check))
 
@@ -158,16 +160,15 @@ class ProcessGroupCommunicator:
 
     def _exchange_and_sum(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         """Exchange slices of tensors of one dtype, and sum up what is received in one buffer for all."""
-        peers = self._peers()
         numels = [output.numel() for output in outputs]
-        rows = 1 if len(peers) == 1 else self.size  # a sum of two needs no copy of this rank's slice
+        rows = 1 if self.size == 2 else self.size  # a sum of two needs no copy of this rank's slice
         received = self._scratch.lease(rows * sum(numels), inputs[0].dtype)
         works: list[Any] = []
         sums: list[Callable[[], Any]] = []
-        places = torch.split(received.tensor, [rows * numel for numel in numels])
+        places = received.tensor.split_with_sizes([rows * numel for numel in numels])
         for output, input, place in zip(outputs, inputs, places, strict=True):
             slices, summands = input.view(self.size, -1), place.view(rows, -1)
-            for peer in peers:
+            for peer in self._peers:
                 works += self._swap(slices[peer], summands[peer if rows > 1 else 0], peer)
             if rows == 1:
                 sums.append(partial(torch.add, slices[self.rank], place, out=output))
@@ -178,7 +179,7 @@ class ProcessGroupCommunicator:
 
     def _exchange_slices(self, output: Tensor, input: Tensor) -> Work:
         theirs, mine = output.view(self.size, -1), input.view(self.size, -1)
-        works = [work for peer in self._peers() for work in self._swap(mine[peer], theirs[peer], peer)]
+        works = [work for peer in self._peers for work in self._swap(mine[peer], theirs[peer], peer)]
         theirs[self.rank].copy_(mine[self.rank])
         return self._retain(_Exchange(works))
 
@@ -204,10 +205,6 @@ class ProcessGroupCommunicator:
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Any:
         return (self._down if peer > self.rank else self._up).recv([tensor], peer, tag + self._lane)
-
-    def _peers(self) -> list[int]:
-        """Return the other ranks, every rank beginning with the one behind it, so that no two begin with the same."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 class _Pending:

@@ -5,7 +5,7 @@ them), then `finish_reductions`, `local_norms` and `update`, which `step.py` put
 nowhere but in the plan.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -176,6 +176,8 @@ class Engine:
         """True while the gradients of a whole step exist: from its last backward until the next step begins."""
         self.num_weight_changes = 0
         """The number of times that weights have changed, by which what is computed from them is found out of date."""
+        self.before_stray_gradient: Callable[[str], None] | None = None
+        """Called with the name of a parameter that has got a gradient while no micro-batch's is expected."""
         self._are_averages = False  # the gradients, which are sums until user code reads them
         self._has_accumulated = False  # gradients since the step began
         self._as_gathered: dict[str, Tensor] = {}  # bytes of parameters that a block reads, where that is checked
@@ -853,6 +855,8 @@ class Engine:
 
     def _gradient_ready(self, name: str, parameter: Tensor) -> None:
         self._flight.unit = name
+        if not self._reducer.is_in_micro_batch and self.before_stray_gradient is not None:
+            self.before_stray_gradient(name)
         with torch._C.DisableTorchFunctionSubclass():  # a partitioned parameter would take a microsecond each time
             if (gradient := parameter.grad) is not None:
                 self.settings.ledger.tag(gradient, "gradients")

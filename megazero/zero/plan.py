@@ -52,6 +52,8 @@ class Home(Enum):
     HOST = "host memory"
     FILE = "files, from which blocks come to host memory for use"
 
+    __hash__ = object.__hash__  # a key of what is looked up for every bucket: an enum's own is a call in Python
+
 
 class Lifetime(Enum):
     """The time for which a piece of state exists in full on a rank."""

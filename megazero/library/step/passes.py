@@ -29,7 +29,7 @@ from torch.autograd import Variable
 from megazero.errors import Problem, UsageError
 from megazero.zero.engine import Engine
 from megazero.zero.parameters.eagerly import eagerly
-from megazero.zero.parameters.frames import ModuleHook, call_on_gradient, on_gradient, tensors_in
+from megazero.zero.parameters.frames import ModuleHook, call_on_gradient, tensors_in
 from megazero.zero.parameters.gather import in_backward
 
 _STEP = "a step is gradient_accumulation_steps backward passes, then engine.step()"
@@ -74,7 +74,6 @@ class BackwardPasses:
         self._parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
         self._trains = any(parameter.requires_grad for parameter in self._parameters.values())
         self._handles = [
-            *on_gradient(self._parameters, self._on_gradient),
             model.register_forward_pre_hook(ModuleHook(self._forward_begins)),
             model.register_forward_hook(ModuleHook(self._forward_ends)),
         ]
@@ -85,6 +84,7 @@ class BackwardPasses:
         gradient_scale: returns the factor that turns a step's summed gradients into averages.
         """
         self._engine = engine
+        engine.before_stray_gradient = self._before_stray_gradient
         self._gradient_scale = gradient_scale
         self.reset()
 
@@ -238,14 +238,13 @@ class BackwardPasses:
     def _on_scaled_loss(self, _gradient: Tensor) -> None:
         self._is_scaled = True
 
-    def _on_gradient(self, name: str, _parameter: Tensor) -> None:
-        if not (self._is_explicit or self._is_begun):
-            if self._is_walked_through():
-                self._drop(name)
-                return
-            self._arm()
-            self._begin_plain()
-            self._is_begun = True
+    def _before_stray_gradient(self, name: str) -> None:
+        if self._is_walked_through():
+            self._drop(name)
+            return
+        self._arm()
+        self._begin_plain()
+        self._is_begun = True
 
     def _begin_plain(self) -> None:
         """Begin a pass that `loss.backward()` has started.

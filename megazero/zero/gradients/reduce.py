@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from megazero.comm.interface import Communicator, Work, gather_together, reduce_together
@@ -77,7 +76,8 @@ class GradientReducer:
         self._gathering: list[Work] = []
         self._missing: dict[int, set[str]] = {}
         self._arrived: set[str] | None = None  # parameters with a gradient in this micro-batch; None if it reduces none
-        self._is_in_micro_batch = False
+        self.is_in_micro_batch = False
+        """True while a backward pass is expected, or runs."""
         self.present: set[str] = set()
         """The parameters with a gradient in the step so far, on this rank."""
         self._due: Sequence[Reduction] = ()  # those of the buckets that this micro-batch's backward fills
@@ -96,7 +96,7 @@ class GradientReducer:
 
     def begin_micro_batch(self, due: Sequence[Reduction], *, is_last: bool) -> None:
         """Expect one backward pass, which fills the buckets of these; is_last: none of the step's later ones does."""
-        self._is_in_micro_batch = True
+        self.is_in_micro_batch = True
         if self._store.is_due(last_micro_batch=is_last):
             self._missing = {reduction.index: set(reduction.fragments) for reduction in due}
             self._arrived = set()
@@ -105,7 +105,7 @@ class GradientReducer:
 
     def gradient_ready(self, name: str) -> None:
         """Store a parameter's finished gradient, and launch what it completes.  Raises UsageError on a second one."""
-        if self._is_in_micro_batch:
+        if self.is_in_micro_batch:
             self.present.add(name)
         self._store.arrive(name)
         if self._arrived is None:
@@ -124,7 +124,7 @@ class GradientReducer:
 
     def gradient_slot(self, name: str) -> GradientSlot | None:
         """Return memory for a gradient that its layer writes; None where autograd gets it, as outside a micro-batch."""
-        return self._store.gradient_slot(name) if self._is_in_micro_batch else None
+        return self._store.gradient_slot(name) if self.is_in_micro_batch else None
 
     def end_micro_batch(self) -> None:
         """Launch the reductions that are left after backward; parameters without a gradient count as zeros.
@@ -136,13 +136,13 @@ class GradientReducer:
         while self._next >= 0:
             self._launch()
         self._arrived = None
-        self._is_in_micro_batch = False
+        self.is_in_micro_batch = False
 
     def reset(self) -> None:
         """Recover from a failed backward: finish reductions in flight, and forget the step's gradients."""
         self.finish()
         self._next, self._arrived = -1, None
-        self._is_in_micro_batch = False
+        self.is_in_micro_batch = False
         self._store.reset()
 
     def finish(self) -> None:
@@ -198,7 +198,7 @@ class GradientReducer:
             place = whole[within.start - reduction.start : within.stop - reduction.start]
             sums.append(ReducedBucket(bucket, within, place))
         if self._zero.reduce_scatter:
-            inputs = torch.split(whole, [bucket.numel for bucket in reduction.buckets])
+            inputs = whole.split_with_sizes([bucket.numel for bucket in reduction.buckets])
             keys = [bucket.index for bucket in reduction.buckets]
             work = reduce_together(self._communicator, [each.reduced for each in sums], inputs, keys)
         else:

@@ -14,7 +14,7 @@ gradients of a block that is compiled as a whole, which autograd gets at once, a
 operation instead of one for each parameter.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -297,7 +297,8 @@ class LeasedGradients:
         self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill one anew
         self._departures = Departures(shards, buffers)
         self._has_sum: set[int] = set()  # reductions whose sums of earlier micro-batches are at home
-        self._written: dict[int, set[str]] = {}  # parameters whose gradient is in the buffer already, by reduction
+        # Parameters whose gradient is in the buffer already, by reduction.
+        self._written: defaultdict[int, set[str]] = defaultdict(set)
         reductions_of = shards.layout.reductions_of
         self._last_of = {name: reductions[0].index for name, reductions in reductions_of.items()}
         # A layer writes into the one buffer that its parameter lies in; a gradient that spans several is copied.
@@ -314,7 +315,7 @@ class LeasedGradients:
         if name not in self._reduction_of_slot:
             return None
         reduction = self._reduction_of_slot[name]
-        written = self._written.setdefault(reduction.index, set())
+        written = self._written[reduction.index]
         is_first = name not in written
         written.add(name)
         within = reduction.fragments[name].within
@@ -327,7 +328,7 @@ class LeasedGradients:
     def deposit(self, reduction: Reduction, name: str) -> None:
         if not self._at_once:
             return
-        if name not in self._written.get(reduction.index, ()):
+        if name not in self._written[reduction.index]:
             self._fill(reduction, (name,))
             return
         gradient, slot = self._parameters[name].grad, self.gradient_slot(name)
