@@ -178,9 +178,12 @@ class ParameterGather:
         They stay until backward uses another unit, so that ranks gather them alike.
         """
         units = [self._units[name] for name in names if name in self._units]
-        self._leaf = frozenset(unit.name for unit in units)
+        leaf = frozenset(unit.name for unit in units)
+        if leaf == self._leaf:  # the gradient of another output
+            return
+        self._leaf = leaf
         for unit in units:
-            self._use_in_backward(unit)
+            self._come_to(unit)
 
     def gather_for_recomputation(self, name: str) -> None:
         """Gather a unit for a part of a forward that backward recomputes, and that saves tensors of it anew.
@@ -199,6 +202,10 @@ class ParameterGather:
             self._leaf = frozenset()
         elif unit.state is UnitState.WHOLE:
             return
+        self._come_to(unit)
+
+    def _come_to(self, unit: GatheredUnit) -> None:
+        """Gather a unit that backward uses next."""
         if self._last_in_backward is not unit:
             self._last_in_backward = unit
             self._order = self._orders[True]

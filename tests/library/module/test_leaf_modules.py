@@ -186,6 +186,21 @@ def test_routing_by_rank_trains_as_plain_pytorch(
             assert len(found.units) == 2 + (how == "tied"), found.units
 
 
+def test_a_leaf_that_stays_for_backward_is_gathered_ahead_in_every_pass() -> None:
+    """Backward's use of it is recorded although it is whole already, so the next pass follows the record."""
+    mesh = alone()
+    config = own(leaf_module_classes=["Experts"], leaf_module_names=["first", "last"], prefetch_bucket_size=2500)
+    engine = megazero.initialize(make("plain"), config, mesh=mesh, optimizer=sgd)
+    found = []
+    for _ in range(5):
+        mesh.meter.reset()
+        engine.backward(engine(*inputs(0, 0)))
+        engine.step()
+        found.append(mesh.meter.count("dp", "all_gather").calls)
+    engine.close()
+    assert found[0] > found[1] == found[2] == found[3] == found[4], found
+
+
 def test_marks_are_set_and_taken_by_class_name_and_suffix() -> None:
     zero, model = megazero.zero, make("plain")
     layers = list(model.layers)
