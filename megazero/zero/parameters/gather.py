@@ -48,11 +48,14 @@ class ParameterGather:
         secondary: Communicator | None = None,
         exact: Communicator | None = None,
         frozen: EncodedGather | None = None,
+        joins_units: bool = True,
         ranks_may_differ: bool = True,
     ) -> None:
         """most_gathered: the elements that one gather of several buckets moves at the most.
 
         take_updated, secondary, exact, frozen: as for `UnitMemory`.
+
+        joins_units: False if a gather takes a buffer until it has come, so that many small ones would take many.
 
         ranks_may_differ: False if all ranks surely gather the same units in the same order.
         """
@@ -81,14 +84,15 @@ class ParameterGather:
             self.memory.attach(unit)
         numel = {name: unit.numel for name, unit in self._units.items()}
         largest = max(numel.values(), default=0)
-        window = prefetch_limit(communicator.size, largest, given) if zero.overlap_comm else 0
+        window = prefetch_limit(communicator.size if joins_units else 1, largest, given) if zero.overlap_comm else 0
         self._prefetch_numel = window  # elements to gather ahead of their use
         # Room of a use and what is ahead of it.
         self._room = min(largest + window, zero.max_live_parameters) if window else 0
         is_in_files = shards.plan.parameter.home is Home.FILE
         least = joined_gathers(communicator.size, min(window, max(zero.max_live_parameters - largest, 0)), given)
         # Partitions in files come one after the other, as buffers are free.
-        self._least_ahead = 0 if is_in_files else min(least, most_gathered)  # elements of a message ahead of its use
+        # Elements of a message ahead of its use.
+        self._least_ahead = min(least, most_gathered) if joins_units and not is_in_files else 0
         self._most_gathered = most_gathered
         self._orders = {True: UseOrder(numel), False: UseOrder(numel)}  # passes with a backward, passes without
         self._order = self._orders[True]

@@ -17,6 +17,7 @@ from support.irregular_model import alone, engine_around, owned_gradient, releas
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
+from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import UsageError
 from megazero.zero.engine import Engine
 from megazero.zero.parameters.gather import ParameterGather
@@ -477,6 +478,32 @@ def test_any_control_flow_trains_like_plain_torch(routes: list[list[int]], zero:
     window = NUMEL if zero["prefetch_bucket_size"] is None else zero["prefetch_bucket_size"]
     if not zero["max_reuse_distance"]:
         assert diary.engine.gathered_numel[1] <= NUMEL + math.ceil(window / NUMEL) * NUMEL, "a use and what is ahead"
+
+
+def most_units_of_a_message(rank: int, zero: dict[str, Any]) -> int:
+    """Return the most units that begin with one message, in passes whose order is recorded."""
+    mesh = mesh_in_worker(rank, dp=2, zero=ZeroConfig(zero_stage=3, **zero))
+    engine = engine_around(Stack(4), mesh, precision="fp32", prefetch_bucket_size=10**6, **zero)
+    found: list[int] = []
+    launch = engine._gather.memory.launch
+
+    def noting(*groups: UnitBuckets) -> None:
+        found.append(len({unit.name for unit, *_ in groups}))
+        launch(*groups)
+
+    engine._gather.memory.launch = noting
+    for _ in range(2):
+        engine.begin_step()
+        engine.backward(engine.model(torch.ones(2, WIDTH)).sum(), is_last=True)
+        engine.finish_reductions()
+    engine.close()
+    return max(found)
+
+
+@pytest.mark.gloo
+def test_gathers_that_take_buffers_are_not_joined() -> None:
+    assert run_ranks(2, most_units_of_a_message, {}) == [3, 3]
+    assert run_ranks(2, most_units_of_a_message, {"zero_quantized_weights": True}) == [1, 1]
 
 
 ROUTES = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 1, 0], [2], [], [0, 2, 0, 2], [0, 2, 0, 2])
