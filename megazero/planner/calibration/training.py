@@ -106,11 +106,15 @@ def _middle_half(ordered: Sequence[_T]) -> Sequence[_T]:
 
 
 class _Taken(NamedTuple):
-    """A message that a rank has waited for: the seconds from its start to the wait's end, and those before the wait."""
+    """A message that a rank has waited for: the seconds from its start to the wait's end, and those before the wait.
+
+    alone: no other message was in flight when it began.
+    """
 
     begun: Begun
     seconds: float
     before: float
+    alone: bool
 
 
 class ClockedMeter(Meter):
@@ -119,6 +123,7 @@ class ClockedMeter(Meter):
     def __init__(self) -> None:
         super().__init__()
         self.taken: list[_Taken] = []
+        self.in_flight = 0
 
     def communicator(self, inner: Communicator, axis: str, key: str = "", links: Links | None = None) -> Communicator:
         # An axis of one rank begins no message, and its works would be taken for those of the last one that has begun.
@@ -137,9 +142,9 @@ class _Clocked:
         method = getattr(self._inner, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            start = time.perf_counter()
+            start, alone = time.perf_counter(), self._meter.in_flight == 0
             work = method(*args, **options)
-            return work and _ClockedWork(work, self._meter, start, time.perf_counter())
+            return work and _ClockedWork(work, self._meter, start, time.perf_counter(), alone)
 
         return call
 
@@ -147,15 +152,22 @@ class _Clocked:
 class _ClockedWork:
     """A work that is noted when it has been waited for."""
 
-    def __init__(self, work: Work, meter: ClockedMeter, start: float, begun: float) -> None:
-        self._work, self._meter, self._start, self._begun = work, meter, start, begun
+    def __init__(self, work: Work, meter: ClockedMeter, start: float, begun: float, alone: bool) -> None:
+        self._work, self._meter, self._start, self._begun, self._alone = work, meter, start, begun, alone
+        meter.in_flight += 1
+        self._is_waited_for = False
         self._record = meter.flight.begun[-1] if meter.flight.begun else None
 
     def wait(self) -> None:
         before = time.perf_counter() - self._begun
         self._work.wait()
+        if self._is_waited_for:
+            return
+        self._is_waited_for = True
+        self._meter.in_flight -= 1
         if self._record is not None:
-            self._meter.taken.append(_Taken(self._record, time.perf_counter() - self._start, before))
+            taken = time.perf_counter() - self._start
+            self._meter.taken.append(_Taken(self._record, taken, before, self._alone))
 
 
 class SmallTraining:
@@ -276,9 +288,10 @@ def messages_in_training(meter: GroupStopwatch, tp: int, *, crosses: bool = Fals
         training.close()
         # Ranks have the same messages, but need not agree on which of them they have waited for at once.
         found: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for begun, taken, before in training.meter.taken:
+        for begun, taken, before, alone in training.meter.taken:
+            # One that shares the link with another takes longer, as it does in the order of messages anyway.
             if begun.axis == "tp":
-                found[begun.collective, begun.nbytes] += [taken] if before < _AT_ONCE else []
+                found[begun.collective, begun.nbytes] += [taken] if before < _AT_ONCE and alone else []
         sums, counts = (meter.average([float(of(each)) for each in found.values()]) for of in (sum, len))
         for (kind, nbytes), seconds, count in zip(found, sums, counts, strict=True):
             if count:

@@ -113,11 +113,15 @@ def test_a_message_takes_its_start_and_its_wait() -> None:
     axis = meter.communicator(cast(Communicator, _Slow()), "tp")
     axis.all_reduce(torch.zeros(8)).wait()
     later = axis.all_reduce(torch.zeros(4))
+    beside = axis.all_reduce(torch.zeros(2))
     time.sleep(0.03)
     later.wait()
+    later.wait()
+    beside.wait()
     alone = meter.communicator(LocalCommunicator(), "dp")
     alone.all_reduce(torch.zeros(2)).wait()
-    first, second = meter.taken
+    first, second, third = meter.taken
+    assert (first.alone, second.alone, third.alone, meter.in_flight) == (True, True, False, 0)
     assert (first.begun.collective, first.begun.nbytes, second.begun.nbytes) == ("all_reduce", 32, 16)
     assert second.before >= 0.03
     assert all(taken.seconds >= taken.before + 0.02 for taken in (first, second))
