@@ -257,11 +257,12 @@ engine, without imports; steps include the first step's recording of what operat
 imports and all three steps included; buffers are what the engine would have for buckets on the wire. Calls are those of
 the package's functions in a third step, those of hollow tensors included, under a profile hook: they are the same in
 every run, while seconds are of one run on a shared machine."""
-PREDICTED = """Before, a bucket had at most 2^24 elements whatever the number of ranks; what start-up and a step cost
-was in proportion to the number of buckets; the profile had nothing else that grew. Predicted of default buckets of
-max(2^24, 2^19 x data-parallel size) elements: at 128 data-parallel ranks 1,925 buckets, a start-up of 6 s, a first step
-of 20 s, a second of 12 s, about 500,000 calls; at 2,048 one bucket a unit, 131, a start-up of 3 s, a step of 8 s; no
-change of buckets where data-parallel size is at most 32, and of bytes nowhere."""
+PREDICTED = """Before, every unit's gather was a message of its own in stage 3, however small its slices. Predicted of
+units that are gathered together ahead of their use, by messages of 2^17 elements a rank, in a window of 2^18: nothing
+changes up to 32 data-parallel ranks; at 64 only units smaller than a block are joined; at 512 a message has three
+blocks of 26 million parameters, and at 2,048 ten, less than a block short of 256 KiB a slice, but for the first gather
+of a step and the last; as much as the window and the largest unit is gathered at once, 1.1 GiB at 2,048; models that
+fit into that are gathered once a step, and no figure of other collectives changes."""
 HEADER = ("layout", "parameters of a rank, 10^9", "units", "buckets", "largest bucket, 10^6", "start-up, s")
 HEADER = (*HEADER, "first step, s", "second step, s", "peak RSS, MiB", "buffers, MiB", "Python calls of a step")
 SLICE_HEADER = ("layout", "gathers of a step", "smallest slice of a rank, KiB", "median", "largest")
@@ -302,12 +303,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat)
     add_output(parser)
     parser.add_argument("--before", type=Path, metavar="FILE.json", help="an earlier record, shown below the new one")
+    parser.add_argument(
+        "--part", default="", metavar="TEXT", help="only the parts of the page with this in their title"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(sys.argv[1:])
     if options.case:
         print(json.dumps(measure(Case(*json.loads(options.case)))))
         return 0
-    found = {title: {case.name: in_a_process(case) for case in cases} for title, cases in PARTS.items()}
+    parts = {title: cases for title, cases in PARTS.items() if options.part in title}
+    found = {title: {case.name: in_a_process(case) for case in cases} for title, cases in parts.items()}
     before = json.loads(options.before.read_text(encoding="utf-8"))["found"] if options.before else None
     page = page_of(found, before)
     record = new_record("dry_scale", "cpu", found=found)
