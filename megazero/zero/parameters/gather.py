@@ -90,8 +90,7 @@ class ParameterGather:
         self._room = min(largest + window, zero.max_live_parameters) if window else 0
         is_in_files = shards.plan.parameter.home is Home.FILE
         least = joined_gathers(communicator.size, min(window, max(zero.max_live_parameters - largest, 0)), given)
-        # Partitions in files come one after the other, as buffers are free.
-        # Elements of a message ahead of its use.
+        # Elements of a message ahead of its use.  Partitions in files come one after the other, as buffers are free.
         self._least_ahead = min(least, most_gathered) if joins_units and not is_in_files else 0
         self._most_gathered = most_gathered
         self._orders = {True: UseOrder(numel), False: UseOrder(numel)}  # passes with a backward, passes without
