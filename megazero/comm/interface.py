@@ -5,11 +5,12 @@ Every collective returns a `Work`: the result may be read after `wait()`.  Tenso
 first numel places of a strided one, without an error), and equal in size on all ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
 
+_LEAST_SLICE_BYTES = 1 << 18  # of a rank's slice of a message, below which latency takes most of its time
 ReduceKind = Literal["sum", "max", "min"]
 Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "scalars", "send"]
 # Copies from the device to host memory and back, which a meter counts beside collectives, on an axis of its own, and
@@ -143,3 +144,17 @@ def gather_in_turn(
         for index, (output, input) in enumerate(zip(outputs, inputs, strict=True))
     ]
     return JoinedWork(works)
+
+
+def in_runs(inputs: Sequence[Tensor], leased: Sequence[int], most: int) -> Iterator[slice]:
+    """Group tensors to gather by calls whose slices are no latency alone, as far as one buffer has room for a call.
+
+    leased: the bytes that each tensor takes of a buffer.  most: those of a buffer, which has room for each by itself.
+    """
+    start = nbytes = taken = 0
+    for place, (input, needed) in enumerate(zip(inputs, leased, strict=True)):
+        if place > start and (nbytes >= _LEAST_SLICE_BYTES or taken + needed > most):
+            yield slice(start, place)
+            start, nbytes, taken = place, 0, 0
+        nbytes, taken = nbytes + input.nbytes, taken + needed
+    yield slice(start, len(inputs))

@@ -11,7 +11,6 @@ from torch import Tensor
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import Meter
-from megazero.comm.wires.forwarding import ForwardingCommunicator
 from megazero.comm.wires.wire_state import NOTHING_REMEMBERED, WireState
 from megazero.parallel.topology import REPLICAS, SECONDARY, SHARDS, WORLD, Topology
 
@@ -79,11 +78,6 @@ class Mesh:
     def weights(self) -> Communicator:
         """The ranks of `partition`, for gathers of partitioned parameters, which may be sent quantized."""
         return self.communicators.get(WEIGHTS, self.gathering)
-
-    @property
-    def gathers_in_place(self) -> bool:
-        """True if partitioned parameters arrive where they stay, as in one hop: other wires have buffers."""
-        return not isinstance(self.weights, ForwardingCommunicator)
 
     @property
     def secondary(self) -> Communicator:

@@ -28,6 +28,11 @@ class ArenaScratch:
         self._fallback = fallback
 
     @property
+    def buffer_bytes(self) -> int:
+        """The bytes of the largest tensor that can be leased."""
+        return self._fallback.buffer_bytes
+
+    @property
     def statistics(self) -> ArenaStatistics:
         return self._arena.statistics
 

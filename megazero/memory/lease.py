@@ -19,6 +19,10 @@ class Lease(Protocol):
 class Scratch(Protocol):
     """A pool of temporary memory: constant-size buffers, or the slots of an arena."""
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes of the largest tensor that can be leased."""
+
     def lease(self, numel: int, dtype: torch.dtype) -> Lease:
         """Lease a tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
 
@@ -28,6 +32,8 @@ class Scratch(Protocol):
 
 class _NoScratch:
     """A scratch for communicators that sum nothing up but scalars, which need none."""
+
+    buffer_bytes = 0
 
     def lease(self, numel: int, dtype: torch.dtype) -> Lease:
         raise AssertionError("this communicator has no scratch memory: it gathers, and reduces scalars")

@@ -263,7 +263,7 @@ class Engine:
             secondary=mesh.secondary,
             exact=mesh.gathering,
             frozen=None if plan.frozen is None else EncodedGather(mesh.gathering, plan.frozen, buffers),
-            joins_units=mesh.gathers_in_place and plan.frozen is None,
+            joins_units=plan.frozen is None,
             ranks_may_differ=settings.serves_user_code,
             take_updated=self._publisher.take_updated,
             timers=settings.timers,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, Work, gather_in_turn, reduce_together
+from megazero.comm.interface import Communicator, JoinedWork, Work, in_runs, reduce_together
 from megazero.comm.wires.codec import BlockCodec, compute_dtype
 from megazero.comm.wires.error_feedback import ErrorFeedback
 from megazero.comm.wires.forwarding import ForwardingCommunicator
@@ -40,21 +40,31 @@ class QuantizedGather(ForwardingCommunicator):
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         if self.size == 1 or not input.is_floating_point():
             return super().all_gather_into(output, input, label)
-        return self._hops.begin(self._gather(output, input, label), 1)
+        return self._hops.begin(self._gather([output], [input], label), 1)
 
     def all_gather_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
     ) -> Work:
-        return gather_in_turn(self, outputs, inputs, label)
+        if self.size == 1 or not all(input.is_floating_point() for input in inputs):
+            return super().all_gather_coalesced(outputs, inputs, label)
+        leased = [self.size * self._codec.encoded_bytes(input.numel()) for input in inputs]
+        works = [
+            self._hops.begin(self._gather(outputs[run], inputs[run], None if run.start else label), 1)
+            for run in in_runs(inputs, leased, self._scratch.buffer_bytes)
+        ]
+        return JoinedWork(works)
 
-    def _gather(self, output: Tensor, input: Tensor, label: int | None) -> _Hops:
-        n = input.numel()
-        nbytes = self._codec.encoded_bytes(n)
-        encoded = self._scratch.lease(self.size * nbytes, torch.uint8)
-        rows = encoded.tensor.view(self.size, nbytes)
-        self._codec.encode(input.view(n), rows[self.rank], self._generator)
+    def _gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None) -> _Hops:
+        """Gather tensors whose encoded slices lie one behind the other in a rank's row."""
+        widths = [self._codec.encoded_bytes(input.numel()) for input in inputs]
+        encoded = self._scratch.lease(self.size * sum(widths), torch.uint8)
+        rows = encoded.tensor.view(self.size, -1)
+        parts = torch.split(rows, widths, -1)
+        for input, part in zip(inputs, parts, strict=True):
+            self._codec.encode(input.view(-1), part[self.rank], self._generator)
         yield [self._inner.all_gather_into(encoded.tensor, rows[self.rank], label)]
-        self._codec.decode(rows, output.view(self.size, n))
+        for output, part in zip(outputs, parts, strict=True):
+            self._codec.decode(part, output.view(self.size, -1))
         encoded.release()
 
 

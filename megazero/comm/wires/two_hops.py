@@ -21,7 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, LabelMismatch, ReduceKind, Work, gather_in_turn, reduce_together
+from megazero.comm.interface import (
+    Communicator,
+    JoinedWork,
+    LabelMismatch,
+    ReduceKind,
+    Work,
+    gather_together,
+    in_runs,
+    reduce_together,
+)
 from megazero.comm.wires.forwarding import ForwardingCommunicator
 from megazero.comm.wires.hops import Hops
 from megazero.memory.lease import Scratch
@@ -57,14 +66,19 @@ class TwoHopCommunicator(ForwardingCommunicator):
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         if self._only is not None:
             return self._only.all_gather_into(output, input, label)
-        return self._hops.begin(self._gather(output, input, label), 2, is_gather=True)
+        return self._hops.begin(self._gather([output], [input], label), 2, is_gather=True)
 
     def all_gather_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
     ) -> Work:
         if self._only is not None:
             return self._only.all_gather_coalesced(outputs, inputs, label)
-        return gather_in_turn(self, outputs, inputs, label)
+        leased = [self._across.size * input.nbytes for input in inputs]
+        works = [
+            self._hops.begin(self._gather(outputs[run], inputs[run], None if run.start else label), 2, is_gather=True)
+            for run in in_runs(inputs, leased, self._scratch.buffer_bytes)
+        ]
+        return JoinedWork(works)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor, key: int | None = None) -> Work:
         if self._only is not None:
@@ -93,23 +107,23 @@ class TwoHopCommunicator(ForwardingCommunicator):
         calls = self._inside.all_reduce_scalars, self._across.all_reduce_scalars
         return self._hops.begin(_in_turn(tensor, kind, *calls), 2)
 
-    def _gather(self, output: Tensor, input: Tensor, label: int | None) -> _Hops:
+    def _gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None) -> _Hops:
         """Gather the slices of this rank's place on every node, then each node's whole.
 
-        Both hops compare labels: the first those of the ranks with one place, the second those of the node, where one
-        gather of the A is enough.
+        Both hops compare labels: the first those of the ranks with one place, the second those of the node.
         """
-        num_nodes, n = self._across.size, input.numel()
-        column = self._scratch.lease(num_nodes * n, input.dtype)
-        gathering = self._across.all_gather_into(column.tensor, input, label)
+        num_nodes, numels = self._across.size, [input.numel() for input in inputs]
+        leased = self._scratch.lease(num_nodes * sum(numels), inputs[0].dtype)
+        columns = torch.split(leased.tensor, [num_nodes * n for n in numels])
+        gathering = gather_together(self._across, columns, inputs, label)
         yield [_MismatchOnAxis(gathering, lambda node: node * self._inside.size + self._inside.rank)]
-        slices, nodes = list(column.tensor.view(num_nodes, n)), output.view(num_nodes, self._inside.size * n)
-        slices[self._across.rank] = input  # which may lie in its place, and is not written to then
-        labels = [label] + [None] * (num_nodes - 1)
-        works = list(map(self._inside.all_gather_into, nodes, slices, labels))
-        first = _MismatchOnAxis(works[0], lambda place: self._across.rank * self._inside.size + place)
-        yield [first, *works[1:]]
-        column.release()
+        slices = [place for column in columns for place in column.view(num_nodes, -1)]
+        nodes = [node for output in outputs for node in output.view(num_nodes, -1)]
+        # This rank's slice may lie in its place, and is not written to then.
+        slices[self._across.rank :: num_nodes] = inputs
+        work = gather_together(self._inside, nodes, slices, label)
+        yield [_MismatchOnAxis(work, lambda place: self._across.rank * self._inside.size + place)]
+        leased.release()
 
     def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Hops:
         """Sum up each node's whole into the slices of this rank's place, for each node; then those slices."""

@@ -4,6 +4,7 @@ Without a group, the communicator is over all processes of the job.  If torch's 
 join in one here, as the launcher's environment describes the job.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ def _join_others(limits: LimitConfig) -> None:
 
 class _AllocatedScratch:
     """A scratch whose memory is allocated for each lease and freed after it, for rare collectives."""
+
+    buffer_bytes = sys.maxsize
 
     def lease(self, numel: int, dtype: torch.dtype) -> "_Lease":
         return _Lease(torch.empty(numel, dtype=dtype, device=own_device()))

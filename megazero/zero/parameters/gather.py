@@ -55,7 +55,7 @@ class ParameterGather:
 
         take_updated, secondary, exact, frozen: as for `UnitMemory`.
 
-        joins_units: False if a gather takes a buffer until it has come, so that many small ones would take many.
+        joins_units: False if every gather takes a buffer of its own, so that many small ones would take many.
 
         ranks_may_differ: False if all ranks surely gather the same units in the same order.
         """

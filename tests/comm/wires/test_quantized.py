@@ -60,6 +60,10 @@ def gather(rank: int, num_nodes: int, per_node: int, dtype: torch.dtype, seed: i
     both = QuantizedGather(two, WEIGHTS, axes.pool).all_gather_coalesced(several, [drawn(rank, NUMEL, dtype)] * 2, 3)
     both.wait()
     outputs += several
+    before, apart = axes.meter.count("whole", "all_gather").calls, [torch.empty_like(one) for one in several]
+    QuantizedGather(axes.whole, WEIGHTS, axes.pool).all_gather_coalesced(apart, [drawn(rank, NUMEL, dtype)] * 2).wait()
+    assert axes.meter.count("whole", "all_gather").calls == before + 1, "one message of both"
+    outputs += apart
     axes.check_finished()
     return outputs
 

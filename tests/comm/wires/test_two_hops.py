@@ -235,16 +235,41 @@ def progress(rank: int) -> dict[str, list[int]]:
 
 
 def test_slow_hops_begin_before_somebody_waits() -> None:
-    """A reduce-scatter of two nodes takes one call inside and one across, a gather two inside."""
+    """A reduction of two nodes takes one call inside and one across, and so does a gather."""
     expected = {
         "a reduction": [1, 0],
         "another": [2, 1],
         "the first's wait": [2, 1],
         "gathers behind it": [2, 2, 0, 3],
-        "the second gather's wait": [4, 3],
-        "a reduction behind gathers": [6, 3],
+        "the second gather's wait": [2, 3],
+        "a reduction behind gathers": [3, 3],
     }
     assert run_ranks(4, progress) == [expected] * 4
+
+
+def several_gathers(rank: int, num_nodes: int, per_node: int, room: int) -> list[list[int]]:
+    """Gather tensors by one call, with buffers of `room` bytes; return calls and bytes across nodes and inside."""
+    axes = node_axes(rank, num_nodes, per_node)
+    axes.pool.resize(room)
+    size = num_nodes * per_node
+    inputs = [torch.full((numel,), rank + numel / 10, dtype=torch.float64) for numel in (3, 5, 1 << 15, 7)]
+    outputs = [input.new_empty(size, len(input)) for input in inputs]
+    two_hops(axes).all_gather_coalesced([output.view(-1) for output in outputs], inputs, 4).wait()
+    for output, input in zip(outputs, inputs, strict=True):
+        expected = torch.arange(size, dtype=torch.float64) - rank + input[0]
+        torch.testing.assert_close(output, expected[:, None].expand_as(output))
+    axes.check_finished()
+    counts = [axes.meter.count(axis, "all_gather") for axis in ("across", "inside")]
+    return [[count.calls, count.nbytes] for count in counts]
+
+
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("room", "calls"), [(3 + 5 + (1 << 15), 2), (7 + (1 << 15), 3)])
+def test_small_gathers_share_the_calls_of_both_hops(num_nodes: int, per_node: int, room: int, calls: int) -> None:
+    """Three tensors make a slice of 256 KiB, if a buffer has room for them; the last one begins behind it."""
+    n, size = 8 * (3 + 5 + (1 << 15) + 7), num_nodes * per_node
+    expected = [[calls, (num_nodes - 1) * n], [calls, num_nodes * (per_node - 1) * n]]
+    assert run_ranks(size, several_gathers, num_nodes, per_node, 8 * num_nodes * room) == [expected] * size
 
 
 def traffic(rank: int, num_nodes: int, per_node: int) -> dict[str, dict[str, int]]:

@@ -108,6 +108,15 @@ def test_a_late_update_runs_beside_the_next_step() -> None:
     assert sum(event.home == "host" for event in kernels) > 0 and not any(event.home == "beside" for event in kernels)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_small_units_go_through_two_hops_together(quantized: bool) -> None:
+    """A forward's first unit is gathered for itself; a call of each hop brings the others, which stay for backward."""
+    settings = {"global_batch_size": 128, "zero_stage": 3, "hierarchical_collectives": "on", "reduce_bucket_size": None}
+    job = job_of({**settings, "zero_quantized_weights": quantized}, (8,) * 8)
+    traffic = run_rank(job, 0, ("start-up", "first step", "steady step")).parts["steady step"].traffic
+    assert [traffic[axis]["all_gather"].calls for axis in ("dp_across", "dp_inside")] == [2, 2]
+
+
 def test_a_step_waits_for_what_it_reads_from_files() -> None:
     settings = {"global_batch_size": 4, "zero_stage": 2, **FILES, "nvme_path": "/", "sub_group_size": 3000}
     events = run_rank(job_of(settings, (2,)), 0, PARTS).trace.parts["steady step"]

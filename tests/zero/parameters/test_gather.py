@@ -501,9 +501,12 @@ def most_units_of_a_message(rank: int, zero: dict[str, Any]) -> int:
 
 
 @pytest.mark.gloo
-def test_gathers_that_take_buffers_are_not_joined() -> None:
-    assert run_ranks(2, most_units_of_a_message, {}) == [3, 3]
-    assert run_ranks(2, most_units_of_a_message, {"zero_quantized_weights": True}) == [1, 1]
+@pytest.mark.parametrize(
+    ("zero", "most"),
+    [({}, 3), ({"zero_quantized_weights": True}, 3), ({"zero_quantized_nontrainable_weights": True}, 1)],
+)
+def test_gathers_that_take_a_buffer_each_are_not_joined(zero: dict[str, Any], most: int) -> None:
+    assert run_ranks(2, most_units_of_a_message, zero) == [most] * 2
 
 
 ROUTES = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 1, 0], [2], [], [0, 2, 0, 2], [0, 2, 0, 2])
