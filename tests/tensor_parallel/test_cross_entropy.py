@@ -19,7 +19,9 @@ from megazero.tensor_parallel.cross_entropy import FusedSoftmax, InPlaceSoftmax,
 
 TOKENS, PADDED, REAL = 7, 12, 9
 LACKING = lacking(torch.device("cpu"))
-FUSED = pytest.param("fused", marks=pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}"))
+FUSED = pytest.param(
+    "fused", marks=[pytest.mark.long, pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")]
+)
 KINDS: dict[str, Callable[[], Softmax]] = {
     "in place": InPlaceSoftmax,
     "fused": FusedSoftmax,
@@ -156,6 +158,7 @@ def test_ranks_share_the_vocabulary(size: int, reals: Sequence[int], kind: str) 
     assert max(max(rank) for rank in results) < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")
 def test_fused_pieces_read_the_logits_as_they_are() -> None:
     """The fused loss of bfloat16 logits compiles to three graphs without a break."""
