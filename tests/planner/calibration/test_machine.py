@@ -38,8 +38,8 @@ LEAST = Effort(
 )
 
 
-def described(rank: int) -> str:
-    place = Place(rank, 2, CPU, mesh_in_worker(rank, dp=2).world)
+def described(rank: int, *ranks_per_node: tuple[int, ...]) -> str:
+    place = Place(rank, 2, CPU, mesh_in_worker(rank, dp=2).world, *ranks_per_node)
     return to_yaml(measured(place, LEAST, name="here", report=lambda line: None))
 
 
@@ -63,14 +63,9 @@ def test_two_processes_find_one_machine() -> None:
     assert "--calibrate on 2 processes" in found.source
 
 
-def described_on_two_nodes(rank: int) -> str:
-    place = Place(rank, 2, CPU, mesh_in_worker(rank, dp=2).world, (1, 1))
-    return to_yaml(measured(place, LEAST, name="here", report=lambda line: None))
-
-
 @pytest.mark.gloo
 def test_nodes_of_one_process_find_the_link_between_them() -> None:
-    first, second = run_ranks(2, described_on_two_nodes)
+    first, second = run_ranks(2, described, (1, 1))
     assert first == second
     found = read_hardware(yaml.safe_load(first), origin="here")
     assert (found.devices_per_node, found.at_once) == (1, 1)
