@@ -170,7 +170,7 @@ class ProcessGroupCommunicator:
             slices, summands = input.view(self.size, -1), place.view(rows, -1)
             for peer in self._peers:
                 works += self._swap(slices[peer], summands[peer if rows > 1 else 0], peer)
-            if rows == 1:
+            if self.size == 2:
                 sums.append(partial(torch.add, slices[self.rank], place, out=output))
             else:
                 summands[self.rank].copy_(slices[self.rank])

@@ -78,7 +78,7 @@ def everything(rank: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, *SIZES])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
 def test_collectives(size: int, dtype: torch.dtype) -> None:
     short = np.stack([values(rank) for rank in range(size)])  # [size, n]
@@ -116,7 +116,7 @@ def in_place(rank: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return scattered, gathered
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, *SIZES])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_in_place_on_this_ranks_slice(size: int, dtype: torch.dtype) -> None:
     total = sum(values(rank, size * NUMEL) for rank in range(size))
@@ -175,7 +175,7 @@ def summed_together(rank: int, size: int) -> list[list[Tensor]]:
 SUMMED = (6, 1, 4)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, *SIZES])
 def test_several_tensors_are_summed_by_one_call(size: int) -> None:
     for rank, both in enumerate(run_ranks(size, summed_together, size)):
         for outputs in both:
