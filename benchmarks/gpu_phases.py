@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -180,14 +181,21 @@ def speed(
     fp8_cache_weights: bool = False,
     stage: int = 0,
     compile_num_layers: int = 1,
+    micro_batches: int = 1,
+    offload_optimizer: bool = False,
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Measure a training run: tokens a second, memory, places where the host waits for the device, and a profile."""
+    """Measure a training run: tokens a second, memory, places where the host waits for the device, and a profile.
+
+    micro_batches: of a step.  offload_optimizer: all of AdamW's states are in host memory, where the update is made.
+    """
     words = [*model_words(bench, preset, micro_batch), "--bf16", "--zero-stage", str(stage)]
     words += ["--compile", compile if bench.has_gpu else "off", "--attention-backend", attention]
     words += ["--fp8-format", fp8, "--fp8-recipe", fp8_recipe] if fp8 else []
     words += ["--fp8-cache-weights"] if fp8_cache_weights else []
     words += ["--compile-num-layers", str(compile_num_layers)] if compile_num_layers > 1 else []
+    words += ["--global-batch-size", str(micro_batch * micro_batches)] if micro_batches > 1 else []
+    words += ["--offload-optimizer", "cpu"] if offload_optimizer else []
     config = configuration_of(words, 1)
     began = time.perf_counter()
     with training(bench, words) as steps:
@@ -221,7 +229,7 @@ def speed(
 
 def rate(bench: Bench, step: Callable[[], object], config: RunConfig) -> dict[str, Any]:
     """Time steps that are launched one after the other, and return their seconds and the rates of the median step."""
-    number = 12 if bench.has_gpu else 2
+    number = max(12 // derived.num_micro_batches(config, 1), 4) if bench.has_gpu else 2
     began = time.perf_counter()
     if bench.has_gpu:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
@@ -388,34 +396,74 @@ def exactness(bench: Bench) -> dict[str, Any]:
     return verdict(found)
 
 
+# Of 50,000 elements, and buckets of which a reduction has several.
+_SMALL_UNITS = f"{_TOY} --num-layers 6 --prefetch-bucket-size 400000"
+_SMALL_BUCKETS = "--allgather-bucket-size 30000"
+# What a case of the phase `collectives` has to call.
+_CALLS: Mapping[str, tuple[str, ...]] = {
+    "stage 0": ("all_reduce", "reduce_scatter_into"),
+    "stage 1": ("reduce_scatter_into", "all_gather_into"),
+    "stage 2": ("reduce_scatter_into", "all_gather_into"),
+    "stage 3": ("reduce_scatter_into", "all_gather_into"),
+    "stage 2, several buckets a message": ("reduce_scatter_coalesced", "all_gather_into"),
+    "stage 3, several units a message": ("reduce_scatter_into", "all_gather_into", "all_gather_coalesced"),
+}
+
+
 def collectives(bench: Bench) -> dict[str, Any]:
     """Check that stages 0 to 3 give the same bits with every collective through a process group of one rank (NCCL)."""
-    words = [*small(bench), "--bf16", "--compile", "off", "--reduce-bucket-size", "300000"]
+    common = ["--bf16", "--compile", "off", "--reduce-bucket-size", "300000"]
     if bench.has_gpu:  # a kernel of attention that is chosen by time may be another one in the second run
-        words += ["--attention-backend", "flash"]
+        common += ["--attention-backend", "flash"]
+    cases = {f"stage {stage}": [*small(bench), "--zero-stage", str(stage)] for stage in range(4)}
+    cases["stage 2, several buckets a message"] = [*small(bench), "--zero-stage", "2", *_SMALL_BUCKETS.split()]
+    cases["stage 3, several units a message"] = [*_SMALL_UNITS.split(), *_SMALL_BATCH.split(), "--zero-stage", "3"]
 
-    def run(stage: int) -> tuple[list[float], Tensor]:
-        with training(bench, [*words, "--zero-stage", str(stage)]) as steps:
+    def run(words: Sequence[str]) -> tuple[list[float], Tensor]:
+        with training(bench, [*words, *common]) as steps:
             losses = [launched(steps, number, lr=1e-3).loss.item() for number in range(4 if bench.has_gpu else 2)]
             return losses, torch.cat([state_of(steps, kind) for kind in ("master", "exp_avg")])
 
-    alone = [run(stage) for stage in range(4)]
+    alone = {name: run(words) for name, words in cases.items()}
     device = bench.device if bench.has_gpu else None
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("nccl" if bench.has_gpu else "gloo", store=store, rank=0, world_size=1, device_id=device)
+    calls: Counter[str] = Counter()
+    counted = _counted_communicator(calls)
 
     def in_a_group(group: dist.ProcessGroup | None, scratch: Scratch) -> Communicator:
-        return ProcessGroupCommunicator(dist.new_group([0]), scratch)
+        return counted(dist.new_group([0]), scratch)
+
+    def in_two_groups(first: object, second: object, scratch: Scratch) -> tuple[Communicator, Communicator]:
+        groups = dist.new_group([0]), dist.new_group([0])
+        return counted(groups[0], scratch, beside=groups[1]), counted(groups[1], scratch, beside=groups[0], lane=1)
 
     # Replaced, since the mesh of one rank has no process groups.
-    startup._communicator = in_a_group
+    startup._communicator, startup.data_parallel = in_a_group, in_two_groups
     found: dict[str, Any] = {}
-    for stage, (losses, state) in enumerate(alone):
-        with kept_failures(bench, found, f"stage {stage}") as row:
-            row["losses"], mine = run(stage)
-            row["is_right"] = row["losses"] == losses and torch.equal(mine, state)
+    for name, (losses, state) in alone.items():
+        with kept_failures(bench, found, name) as row:
+            calls.clear()
+            row["losses"], mine = run(cases[name])
+            row["calls"] = dict(calls)
+            row["missing"] = [call for call in _CALLS[name] if not calls[call]]
+            row["is_right"] = row["losses"] == losses and torch.equal(mine, state) and not row["missing"]
     dist.destroy_process_group()
     return verdict(found)
+
+
+def _counted_communicator(calls: Counter[str]) -> type[ProcessGroupCommunicator]:
+    """Return the class of communicators that count their collectives in `calls`, by name."""
+
+    def counted(name: str) -> Callable[..., object]:
+        def call(self: ProcessGroupCommunicator, *words: Any, **named: Any) -> object:
+            calls[name] += 1
+            return getattr(ProcessGroupCommunicator, name)(self, *words, **named)
+
+        return call
+
+    names = {name for wanted in _CALLS.values() for name in wanted}
+    return type("CountedCommunicator", (ProcessGroupCommunicator,), {name: counted(name) for name in names})
 
 
 def state_of(steps: Steps, kind: str) -> Tensor:

@@ -52,7 +52,7 @@ def test_nccl_gives_the_bits_of_one_process(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     cases = json.loads(output.read_text())["cases"]
-    assert list(cases) == [f"stage {stage}" for stage in range(4)] and all(row["is_right"] for row in cases.values())
+    assert len(cases) == 6 and all(row["is_right"] for row in cases.values())
 
 
 @pytest.mark.cuda
