@@ -38,22 +38,70 @@ environment_fingerprint() {
     cat setup.py scripts/constraints.txt | cksum
 }
 
-# Torch alone.  Nothing is byte-compiled ahead, which takes half a minute: of thousands of files a run imports hundreds,
-# and python keeps those compiled.
-install_torch() {
-    local wanted
-    wanted="$(grep '^torch==' scripts/constraints.txt)"
-    # The build (with CUDA or without) depends on pip's own settings, such as PIP_EXTRA_INDEX_URL.
-    .venv/bin/python -m pip install --quiet --no-compile --no-deps "$wanted"
+# Brings uv into .venv: a whole environment takes it a fraction of pip's time.  The pip is the one of the python that
+# makes .venv, or else the one that every python has inside.
+bring_uv() {
+    local wanted pip=("${PYTHON:-python3}" -m pip --python .venv/bin/python)
+    wanted="$(grep '^uv==' scripts/constraints.txt)"
+    if ! "${PYTHON:-python3}" -m pip --version >/dev/null 2>&1; then
+        .venv/bin/python -m ensurepip >/dev/null || return
+        pip=(.venv/bin/python -m pip)
+    fi
+    "${pip[@]}" install --quiet --no-compile --no-deps "$wanted" || return
+    "${pip[@]}" config list >.venv/pip-settings.txt
 }
 
-# What a run and the tests need besides, by four pips at once, since a pip waits for its index most of the time.  Each
-# installs what is named and nothing else, so no two install the same.  The pip that comes last completes what fails here.
-install_pinned() {
-    local part
-    for part in 0 1 2 3; do
-        sed -n '/^$/q; /^torch==/d; /==/p' scripts/constraints.txt | awk "NR % 4 == $part" >".venv/part$part.txt"
-        .venv/bin/python -m pip install --quiet --no-compile --no-deps -r ".venv/part$part.txt" >/dev/null 2>&1 &
+# Prints pip's own settings as assignments to uv's variables: which build of torch is installed (with CUDA or without)
+# depends on them.  What is in the environment already is left alone.
+settings_for_uv() {
+    .venv/bin/python - <<'PROGRAM'
+import ast
+import os
+import shlex
+
+SAME = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "no-index": ("UV_NO_INDEX", " "),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+}
+# As with pip, the newest version that is allowed wins, whichever index has it.
+settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+with open(".venv/pip-settings.txt", encoding="utf-8") as listed:
+    lines = listed.read().splitlines()
+for section in ("global.", "install.", ":env:."):  # each overrules the one before it
+    for line in lines:
+        name, _, value = line.partition("=")
+        if name.startswith(section) and name.removeprefix(section) in SAME:
+            variable, separator = SAME[name.removeprefix(section)]
+            settings[variable] = separator.join(ast.literal_eval(value).split())
+for variable, value in settings.items():
+    if variable not in os.environ:
+        print(f"export {variable}={shlex.quote(value)}")
+PROGRAM
+}
+
+# Nothing is byte-compiled ahead, which takes half a minute: of thousands of files a run imports hundreds.
+install_by_uv() (
+    bring_uv || return
+    settings="$(settings_for_uv)" || return
+    eval "$settings"
+    .venv/bin/uv pip install --quiet --python .venv/bin/python pip -e '.[test]' -c scripts/constraints.txt
+)
+
+install_by_pip() {
+    { .venv/bin/python -m pip --version || .venv/bin/python -m ensurepip; } >/dev/null 2>&1
+    .venv/bin/python -m pip install --quiet --no-compile -e '.[test]' -c scripts/constraints.txt
+}
+
+# Lets python keep what every run and the tests import in compiled form, on two cores: each process of pytest would do
+# all of it by itself.  What is not compiled here is compiled when it is imported.
+compile_what_is_imported() {
+    local imported
+    for imported in "torch.distributed.tensor" "sympy, torch._inductor.compile_fx"; do
+        env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c "import $imported" >/dev/null 2>&1 &
     done
     wait
 }
@@ -64,27 +112,18 @@ ensure_environment() {
         return
     fi
     require_python "${PYTHON:-python3}"
-    # One without pip is half made: that is what a python without its venv package leaves behind.
-    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-        say "making .venv"
-        "${PYTHON:-python3}" -m venv .venv || fail "python can't make a virtual environment (Debian: apt install python3-venv)"
-    fi
     export PIP_DISABLE_PIP_VERSION_CHECK=1
-    say "installing torch and what megazero needs besides"
-    install_pinned &
-    local pinned=$!
-    local torch=present
-    install_torch || torch=absent
-    wait "$pinned"
-    [[ "$torch" == present ]] ||
-        fail "torch could not be installed; see pip's message above (no network? use --no-install)"
-    say "installing megazero and its tools"
-    # Meanwhile another core compiles what every run imports of torch.
-    env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c 'import torch.distributed.tensor, torch._inductor.compile_fx' \
-        >/dev/null 2>&1 &
-    local compiling=$!
-    .venv/bin/python -m pip install --quiet --no-compile -e '.[test]' -c scripts/constraints.txt ||
-        fail "megazero could not be installed; see pip's message above"
-    wait "$compiling" || true  # what is not compiled is compiled when it is imported
+    if [[ ! -x .venv/bin/python ]]; then
+        say "making .venv"
+        "${PYTHON:-python3}" -m venv --without-pip .venv ||
+            fail "python can't make a virtual environment (Debian: apt install python3-venv)"
+    fi
+    say "installing torch, megazero and what both need besides"
+    if ! install_by_uv; then
+        say "uv could not install them; pip does"
+        install_by_pip || fail "megazero could not be installed; see pip's message above (no network? use --no-install)"
+    fi
+    say "compiling what is imported most"
+    compile_what_is_imported
     environment_fingerprint >"$stamp"
 }

@@ -37,7 +37,7 @@ def pins() -> dict[str, str]:
 
 
 def test_what_the_tests_need_is_pinned_above_the_rest() -> None:
-    """The constraints' first part, which is installed at once, has what setup.py leads to, and nothing else."""
+    """The constraints' first part has what setup.py leads to, and nothing else."""
     text = (ROOT / "scripts" / "constraints.txt").read_text()
     first = {canonical(line.partition("==")[0]) for line in text.partition("\n\n")[0].splitlines() if "==" in line}
     setup = re.sub(r'"(lm-eval|mlflow|wandb|ray)": \[.*\],', "", (ROOT / "setup.py").read_text())
