@@ -1,6 +1,7 @@
 """Tests of error messages, character by character, and of exit codes."""
 
 import pytest
+from support.each import each
 
 from megazero.errors import (
     CheckpointError,
@@ -38,7 +39,7 @@ def test_a_message_alone_has_no_empty_rule() -> None:
     assert str(error) == "checkpoint error: the folder is gone"
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "text", "code"),
     [
         (UserError, "error", 2),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.each import each
 
 from megazero.errors import DataError
 from megazero.files import MAX_JSON_DEPTH, AsideFile, parse_json, read_bounded, written_aside
@@ -105,7 +106,7 @@ def test_a_link_within_the_folder_and_a_file_of_the_limit_are_read(tmp_path: Pat
     assert len(read_bounded(tmp_path / "link", 1 << 20, inside=tmp_path)) == 1 << 20
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         b"",

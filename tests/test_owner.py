@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.each import each
 
 from megazero import owner as owner_module
 from megazero.owner import Owner, ProcessState, process_start, process_state
@@ -95,7 +96,7 @@ def test_the_first_process_of_the_machine_lives_whoever_reads_it() -> None:
     assert not replace(HERE, pid=1, started=int(fields[19])).is_gone(HERE)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "gone"),
     [
         ({"namespace": 1}, False),  # a container on this machine: its ids are others'

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.each import each
 
 from megazero.signals import StopRequest, launcher_process
 
@@ -23,7 +24,7 @@ def former_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", ALL)
+@each("number", ALL)
 def test_a_signal_raises_the_flag(number: signal.Signals) -> None:
     with StopRequest() as stop:
         assert not stop.requested and stop.reason == ""

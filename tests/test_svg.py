@@ -3,6 +3,7 @@
 from xml.etree import ElementTree
 
 import pytest
+from support.each import each
 
 from megazero.svg import legend, picture, round_numbers, round_up, text
 
@@ -15,7 +16,7 @@ def test_a_picture_is_a_file_with_both_schemes() -> None:
     assert [element.text for element in root.iter() if element.tag.endswith("text")] == ["a < b", "one"]
 
 
-@pytest.mark.parametrize(("amount", "expected"), [(1, 1), (1.1, 2), (0.021, 0.05), (6, 10), (0.1, 0.1), (20, 20)])
+@each(("amount", "expected"), [(1, 1), (1.1, 2), (0.021, 0.05), (6, 10), (0.1, 0.1), (20, 20)])
 def test_round_up(amount: float, expected: float) -> None:
     assert round_up(amount) == pytest.approx(expected)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.each import each
 from support.late_communicator import LateCommunicator
 from support.recomputed_programs import CPU
 from support.thread_world import run_threads
@@ -44,7 +45,7 @@ def test_selective_recomputes_the_core_and_keeps_its_inputs_themselves() -> None
     assert plan.recomputation.checkpoints.copies is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "segments"),
     [
         ({}, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]),
@@ -85,7 +86,7 @@ def arena_bytes(runs: Recomputation, passes: int = 1) -> int:
     return 0 if arena.arena is None else arena.arena.statistics.capacity_bytes
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "number"),
     [
         ({}, 6),
@@ -138,7 +139,7 @@ def test_times_and_waits() -> None:
     assert on.random is rank.random and on.ledger is rank.ledger
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "phrase"),
     [
         (ActivationConfig(), "activations: retained until backward"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.late_communicator import LateCommunicator, forget_unfinished
 from support.processes import mesh_in_worker, run_ranks
 from support.recomputed_programs import (
@@ -68,7 +69,7 @@ def check_return(keeping: str, partition_over: Communicator | None) -> None:
             assert not is_dense(before) or tensor.stride() == before.stride()
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
+@each("keeping", KEEPINGS)
 def test_what_comes_back_is_what_was_given(keeping: str) -> None:
     check_return(keeping, None)
 
@@ -167,7 +168,7 @@ class Refusing:
         raise AssertionError("gathered")
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
+@each("keeping", KEEPINGS)
 def test_what_is_no_activation_is_kept_as_it_is(keeping: str) -> None:
     """Parameters, leaves that need gradients, ids, masks, scalars and empty tensors are neither copied nor sliced."""
     leaf = torch.ones(4, requires_grad=True)
@@ -197,7 +198,7 @@ def test_the_functions_own_writing_is_seen_too() -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS[1:])
+@each("keeping", KEEPINGS[1:])
 def test_an_input_that_a_copy_is_kept_of_may_be_written_to(keeping: str) -> None:
     x, weight = torch.full((3,), 2.0), torch.ones(3, requires_grad=True)
     y = recomputation(keeping).run(lambda x: (x * weight).exp(), x)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from threading import Thread
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,7 +185,7 @@ def test_on_the_host_rooms_are_there_from_fetch_to_read() -> None:
     assert copies.describe()[0].startswith("activation checkpoints in host memory: at most 320")
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "kept", "fetched"),
     [("on the device", 3 * 28, 3 * 28), ("arena", 8 * 64, 8 * 64), ("host", 0, 28), ("host and arena", 0, 3 * 64)],
 )

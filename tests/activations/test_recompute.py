@@ -122,8 +122,8 @@ def with_recomputed_children(model: nn.Module, recomputed: Recomputation) -> nn.
     return model
 
 
-@pytest.mark.parametrize("keeping", ["itself", "host and arena"])
-@pytest.mark.parametrize("name", CASES)
+@each("keeping", ["itself", "host and arena"])
+@each("name", CASES)
 def test_models_that_know_nothing_of_it(name: str, keeping: str) -> None:
     expected, model = make(name), with_recomputed_children(make(name), recomputation(keeping))
     for step in range(2):
@@ -193,7 +193,7 @@ class Changing:
         return self.bodies.pop(0)(x)
 
 
-@pytest.mark.parametrize(
+@each(
     ("second", "given"),
     [
         (lambda x: x * 2, "0 tensors saved where there had been 2"),

@@ -50,7 +50,7 @@ def test_weak_references_to_storages_die_with_their_memory() -> None:
     assert alive.of("one") == [False]
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
+@each("keeping", KEEPINGS)
 def test_what_autograd_saves_is_gone_after_forward(keeping: str) -> None:
     alive = Alive()
 
@@ -88,7 +88,7 @@ KEPT = [(True,) * number for number in range(1, 5)]
 FREED = [(False,) * number + (True,) for number in range(4)]
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
+@each("keeping", KEEPINGS)
 def test_a_copied_input_is_freed_before_the_next_layer(keeping: str) -> None:
     assert alive_in_the_next_layer(0, 1, keeping) == (KEPT if keeping == "itself" else FREED)
 
@@ -99,7 +99,7 @@ def test_a_sliced_input_is_freed_before_the_next_layer() -> None:
         assert run_ranks(2, alive_in_the_next_layer, 2, keeping) == [FREED] * 2
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
+@each("keeping", KEEPINGS)
 def test_one_segment_at_a_time_is_there_in_backward(keeping: str) -> None:
     """Backward holds saved tensors of one layer at a time, counted at each layer's second run and first gradient."""
     runs, alive = recomputation(keeping), Alive()
@@ -178,7 +178,7 @@ def test_every_program_gives_all_places_back(name: str, keeping: str) -> None:
     assert held(runs) == [0, 0]
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
+@each("keeping", KEEPINGS)
 def test_a_graph_that_is_dropped_gives_everything_back(keeping: str) -> None:
     runs, alive = recomputation(keeping), Alive()
     x = runs.run(torch.exp, alive.watch("input", torch.ones(40, requires_grad=True) * 1))
@@ -188,7 +188,7 @@ def test_a_graph_that_is_dropped_gives_everything_back(keeping: str) -> None:
     assert held(runs) == [0, 0] and alive.of("input") == [False, False]
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
+@each("keeping", KEEPINGS)
 def test_an_error_in_the_function_leaves_nothing(keeping: str) -> None:
     runs = recomputation(keeping)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.each import each
 from support.irregular_model import alone, engine_around, owned_gradient, released_memory_is_nan
 from support.processes import mesh_in_worker, run_ranks
 from support.recomputed_programs import KEEPINGS, Run, plain, recomputation
@@ -213,7 +214,7 @@ def test_the_same_on_two_ranks(keeping: str) -> None:
         check(name, [one[name] for one in found])
 
 
-@pytest.mark.parametrize("keeping", KEEPINGS)
+@each("keeping", KEEPINGS)
 def test_a_model_recomputed_as_a_whole(keeping: str) -> None:
     body = CASES["touched_in_the_function"]
     expected = Around(plain, make(body, plain))

@@ -12,6 +12,7 @@ from corpora import body_of, command, figures, main, parse_arguments, record, ta
 from corpus_text import Text
 from readme import generated
 from report import publish
+from support.each import each
 from support.warm_python import TOOLS, warm_python
 from usage import CommandFailed, Usage
 
@@ -108,7 +109,7 @@ def test_one_that_fails_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == ["a starts", "a"]
 
 
-@pytest.mark.parametrize("words", ["--vocab-file x", "--rounds 0", "--workers 0", "--input /no/such/file"])
+@each("words", ["--vocab-file x", "--rounds 0", "--workers 0", "--input /no/such/file"])
 def test_what_cannot_be_is_refused(words: str) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(words.split())

@@ -12,6 +12,7 @@ import torch
 from ceilings import Ceilings, libraries
 from kernel_cases import Kernel, Sizes
 from kernels import Timing, configure, main, parse_arguments, peak_bytes, sizes_of, time_kernels
+from support.each import each
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -62,7 +63,7 @@ def test_every_kernel_of_the_path_is_there() -> None:
     assert {"AdamW", "gradient norm"} <= names and len(names) == 12 + 6 + 4 + 2 + 2
 
 
-@pytest.mark.parametrize("what", ["qkv", "projection", "up", "down", "head and loss, whole"])
+@each("what", ["qkv", "projection", "up", "down", "head and loss, whole"])
 def test_operations_of_products_are_as_torch_counts_them(what: str) -> None:
     for name, kernel in by_name(replace(SIZES, vocabulary=128)).items():
         if name.startswith(what):

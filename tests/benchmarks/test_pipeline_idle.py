@@ -21,6 +21,7 @@ from pipeline_idle import (
     simulated,
     simulated_table,
 )
+from support.each import each
 
 from megazero.pipeline.schedule import Kind
 from megazero.pipeline.timeline import Span, Timeline
@@ -54,7 +55,7 @@ def slower(measured: Timeline, seconds: float) -> Timeline:
     return Timeline((*others, (*last[:-1], Span(action, start + seconds, end + seconds))))
 
 
-@pytest.mark.parametrize("case", FOUND)
+@each("case", FOUND)
 def test_steps_without_delays_are_as_the_formulas_say(case: Case) -> None:
     times = FOUND[case]
     assert times.idle == pytest.approx([formula(case, DURATIONS[case.name])] * 3)

@@ -22,6 +22,7 @@ from report import (
     table,
     table_of,
 )
+from support.each import each
 
 from megazero.config.model import ModelConfig
 from megazero.config.presets import PRESETS
@@ -43,7 +44,7 @@ def test_a_table_of_systems() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("argv", "expected"),
     [
         (["/somewhere/else/x.py"], "python benchmarks/x.py"),

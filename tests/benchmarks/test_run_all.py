@@ -10,9 +10,10 @@ import run_all
 import throughput
 from run_all import FOLDER, Part, budget, main, parse_arguments, parts, run, slug
 from steps import configuration_of
+from support.each import each
 
 
-@pytest.mark.parametrize(("device", "number"), [("cpu", 0), ("cuda", 1), ("cuda", 2), ("cuda", 8)])
+@each(("device", "number"), [("cpu", 0), ("cuda", 1), ("cuda", 2), ("cuda", 8)])
 def test_parts_are_programs_that_are_there(device: str, number: int) -> None:
     found = parts(device, number)
     assert len({part.what for part in found}) == len(found)

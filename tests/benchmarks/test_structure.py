@@ -9,6 +9,7 @@ import pytest
 import source_measures as source
 import structure
 from structure import FOLDER, RESULTS, figures, is_record, main, newest_record, rows, size_report, sizes
+from support.each import each
 from support.source_tree import ROOT
 from walks import WALKS, Station, measure_walk, measure_walks, stations
 
@@ -108,7 +109,7 @@ def test_packages_and_imports(tree: Path) -> None:
     assert source.fan_in(graph)["megazero.two.inner"] == 3 and source.fan_out(graph)["megazero.train.loop"] == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("lengths", "expected"),
     [([], (0, 0, 0)), ([7], (7, 7, 7)), (range(1, 11), (6, 10, 10)), (range(1, 101), (50, 91, 100))],
 )

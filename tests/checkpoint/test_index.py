@@ -91,7 +91,7 @@ def test_the_documented_form_can_be_made_by_others() -> None:
     assert (entry.num_tensors, entry.num_boxes, entry.num_bytes) == (2, 97, len(content))
 
 
-@pytest.mark.parametrize("per_segment", [1, 7, 16, 1000])
+@each("per_segment", [1, 7, 16, 1000])
 def test_every_box_is_in_one_segment_and_those_of_some_rows_are_in_few(per_segment: int) -> None:
     boxes = grid(3, 5)
     tables = list(cut(boxes, boxes_per_segment=per_segment))

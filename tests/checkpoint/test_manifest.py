@@ -95,7 +95,7 @@ def test_every_flipped_byte_is_noticed() -> None:
         assert got == original, f"byte {place}"
 
 
-@pytest.mark.parametrize("cut", [0, 1, 50, -2])
+@each("cut", [0, 1, 50, -2])
 def test_a_truncated_manifest_is_refused(cut: int) -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint's manifest"):
         parse_manifest(dump_manifest(manifest())[:cut], source="m")

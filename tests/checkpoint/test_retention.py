@@ -1,13 +1,13 @@
 """Tests of retention: which steps' checkpoints go once a newer one is there."""
 
-import pytest
+from support.each import each
 
 from megazero.checkpoint.retention import Retention
 
 STEPS = range(10, 101, 10)
 
 
-@pytest.mark.parametrize(
+@each(
     ("last", "every", "stay"),
     [
         (None, None, {*STEPS}),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 from support.late_communicator import LateCommunicator
 from support.saved_runs import ONE, OTHER
 from support.sharded_state import Layout, make_state
@@ -35,7 +36,7 @@ def test_the_size_of_a_checkpoint_is_close_to_that_of_its_files(tmp_path: Path) 
     assert more == 2 * nbytes, "moments that do not exist yet will"
 
 
-@pytest.mark.parametrize(
+@each(
     ("iteration", "train_iters", "interval", "steps"),
     [
         (0, 10, 3, [3, 6, 9, 10]),

@@ -86,7 +86,7 @@ def test_an_earlier_checkpoint_had_whole_rows() -> None:
     assert TrainState.from_json(saved, step=12) == state()
 
 
-@pytest.mark.parametrize("name", ["iteration", "consumed_samples", "optimizer_steps", "loss_scale"])
+@each("name", ["iteration", "consumed_samples", "optimizer_steps", "loss_scale"])
 def test_nothing_may_be_missing(name: str) -> None:
     saved = state().to_json()
     del saved[name]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.each import each
 from support.preflight_jobs import HOUR, survey_job
 from torch._C._distributed_c10d import HashStore
 
@@ -38,7 +39,7 @@ def given(found: Survey) -> list[str]:
     return [problem.given for problem in preflight.survey_problems(found, DEMANDS)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 25, 64])
+@each("count", [1, 2, 3, 4, 7, 25, 64])
 def test_a_ring_has_every_neighbour_and_nobody_twice_in_a_round(count: int) -> None:
     rounds = preflight.ring(count)
     edges = {frozenset((i, (i + 1) % count)) for i in range(count)} if count > 1 else set()
@@ -49,7 +50,7 @@ def test_a_ring_has_every_neighbour_and_nobody_twice_in_a_round(count: int) -> N
         assert len(members) == len(set(members))
 
 
-@pytest.mark.parametrize("count", [3, 4, 5, 6])
+@each("count", [3, 4, 5, 6])
 def test_whichever_nodes_are_slow_they_are_named_and_no_others(count: int) -> None:
     """All bad nodes and no others are named if two neighbours are sound; a sound node may lie between bad ones."""
     tried = 0

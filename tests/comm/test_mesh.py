@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.processes import SCRATCH_BYTES, drop_meshes, mesh_in_worker, run_ranks
 
 from megazero.comm import startup
@@ -47,7 +48,7 @@ def test_axes_of_two_by_two_ranks() -> None:
     ]
 
 
-@pytest.mark.parametrize("num_stages", range(2, 9))
+@each("num_stages", range(2, 9))
 def test_what_a_stage_sends_and_receives_has_four_groups(num_stages: int) -> None:
     """A stage exchanges activations and gradients with the stages before and behind, each over a group of its own."""
     for stage in range(num_stages):
@@ -56,7 +57,7 @@ def test_what_a_stage_sends_and_receives_has_four_groups(num_stages: int) -> Non
         assert len(set(keys)) == 4, (stage, keys)
 
 
-@pytest.mark.parametrize("num_stages", range(1, 9))
+@each("num_stages", range(1, 9))
 def test_every_channel_has_its_group_and_every_group_its_use(num_stages: int) -> None:
     links = range(num_stages if num_stages > 1 else 0)
     used = {channel_key(key, link, num_stages) for key in (ACTIVATIONS, GRADIENTS) for link in links}

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.each import each
 from support.processes import run_ranks
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
@@ -73,7 +74,7 @@ def test_nccl_gives_way_to_gloo_on_cpus_with_a_line_of_rank_0(capsys: pytest.Cap
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("local_rank", "count", "visible", "index"),
     [(0, 8, None, 0), (3, 8, None, 3), (3, 4, "0,1,2,3", 3), (3, 1, "3", 0), (0, 1, "GPU-5e", 0), (0, 1, None, 0)],
 )
@@ -85,7 +86,7 @@ def test_a_process_takes_the_gpu_of_its_rank_or_the_only_one(
     assert gpu_index(local_rank, count, environment) == index
 
 
-@pytest.mark.parametrize(("count", "visible"), [(1, None), (1, ""), (2, "0,1"), (1, "0,1")])
+@each(("count", "visible"), [(1, None), (1, ""), (2, "0,1"), (1, "0,1")])
 def test_more_processes_than_gpus_are_refused(count: int, visible: str | None) -> None:
     with pytest.raises(TopologyError, match=f"local rank 3 with {count} visible GPUs"):
         gpu_index(3, count, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})

@@ -1,6 +1,6 @@
 """Tests of splitting a command line into flags and values, and of the help."""
 
-import pytest
+from support.each import each
 
 from megazero.command_line.flags import build_parser, split_words
 from megazero.command_line.names import all_names, spellings
@@ -28,7 +28,7 @@ def test_underscores_are_dashes_in_names_and_stay_in_values() -> None:
     ]
 
 
-@pytest.mark.parametrize("number", ["-1", "-1e-5", "-.5", "-1_000"])
+@each("number", ["-1", "-1e-5", "-.5", "-1_000"])
 def test_a_negative_number_is_a_value(number: str) -> None:
     assert words(f"--lr {number} --seed 1") == [("lr", (number,)), ("seed", ("1",))]
 

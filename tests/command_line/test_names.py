@@ -1,6 +1,5 @@
 """Tests of the names of flags, and of what is suggested in place of an unknown one."""
 
-import pytest
 from support.each import each
 
 from megazero.command_line.names import all_names, suggest
@@ -30,7 +29,7 @@ def test_the_beginning_of_a_name_is_enough() -> None:
     assert suggest("recompute-g") == "--recompute-granularity"
 
 
-@pytest.mark.parametrize("name", ["persist-layer-parameters", "frobnicate", "x", "", "-"])
+@each("name", ["persist-layer-parameters", "frobnicate", "x", "", "-"])
 def test_names_that_only_look_alike_are_not_suggested(name: str) -> None:
     assert suggest(name) == ""
 

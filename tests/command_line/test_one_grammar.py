@@ -89,7 +89,7 @@ def unexpected(form: str, verdicts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: (item, wanted[name]) for name, item in verdicts.items() if not same(item, wanted[name])}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_flags(form: str) -> None:
     verdicts = verdicts_of_flags(form)
     assert unexpected(form, verdicts) == {} and (form in ("null", "list of one") or len(verdicts) > 90)
@@ -147,7 +147,7 @@ def test_yamls_own_numbers_that_are_not_finite(text: str) -> None:
     assert refused(caught.value) == set(INFO)
 
 
-@pytest.mark.parametrize("text", ["5e8", "5.0e8", "5.0e+8", "500_000_000", "'5e8'"])
+@each("text", ["5e8", "5.0e8", "5.0e+8", "500_000_000", "'5e8'"])
 def test_yaml_without_quotes(text: str) -> None:
     config = from_yaml(f"{as_yaml(MINIMUM)}reduce_bucket_size: {text}\n")
     assert config.zero.reduce_bucket_size == 500_000_000

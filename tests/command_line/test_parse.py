@@ -58,7 +58,7 @@ def test_the_last_of_equal_flags_wins_with_a_notice() -> None:
     assert parsed.notices == ("--seed 2: given last, so it counts in place of --seed 1",)
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "expected"),
     [("", True), ("--overlap-comm", True), ("--no-overlap-comm", False), ("--overlap-comm false", False)],
 )
@@ -119,13 +119,13 @@ def test_a_zero_configuration_covers_the_distributed_optimizer() -> None:
 # --- foreign flags ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fp64", "fp32", "bf16", "fp16"])
+@each("name", ["fp64", "fp32", "bf16", "fp16"])
 def test_precision_shorthands(name: str) -> None:
     assert run(f"--{name}").config.precision.precision == name
     assert run(f"--{name} --precision {name}").config.precision.precision == name
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "stage"),
     [("", 1), ("--zero-stage 2", 2), ("--zero-stage 1", 1), ("--zero-stage=2", 2), ("--zero-stage 3", 3)],
 )
@@ -146,7 +146,7 @@ def test_stage3_names_are_aliases() -> None:
     assert (zero.zero_stage, zero.max_live_parameters, zero.prefetch_bucket_size) == (3, 7, 8)
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "granularity"),
     [
         ("", "none"),
@@ -318,7 +318,7 @@ def test_a_word_that_follows_no_flag_is_refused() -> None:
     assert [item.given for item in problems(f"stray {BASE}")] == ["stray"]
 
 
-@pytest.mark.parametrize("flag", ["--config", "--preset", "--zero-config", "--deepspeed-config"])
+@each("flag", ["--config", "--preset", "--zero-config", "--deepspeed-config"])
 def test_a_source_without_a_name_is_refused(flag: str) -> None:
     assert only_problem(flag).rule == f"{flag} needs a value"
 
@@ -362,7 +362,7 @@ def test_advice_is_a_notice_when_the_world_is_known() -> None:
     assert [notice.split(":")[0] for notice in parse(line, world_size=1).notices] == ["--bf16"]
 
 
-@pytest.mark.parametrize("question", ["--help", "--check", "--print-config", "--version"])
+@each("question", ["--help", "--check", "--print-config", "--version"])
 def test_a_question_is_no_setting(question: str) -> None:
     """Programs that take the flags of a run, such as verify-layout, refuse what only a run's own program answers."""
     problem = only_problem(question)

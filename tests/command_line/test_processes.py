@@ -1,6 +1,7 @@
 """Tests of how `--processes N` is read."""
 
 import pytest
+from support.each import each
 
 from megazero.command_line.processes import OwnProcesses, split_processes
 from megazero.errors import ConfigError
@@ -12,9 +13,7 @@ def test_the_flag_is_separated_from_the_others() -> None:
     assert split_processes(["--bf16"]) == OwnProcesses(None, ["--bf16"])
 
 
-@pytest.mark.parametrize(
-    "words", ["--processes 0", "--processes", "--processes --lr 1", "--processes=2.5", "--processes ²"]
-)
+@each("words", ["--processes 0", "--processes", "--processes --lr 1", "--processes=2.5", "--processes ²"])
 def test_values_that_are_none(words: str) -> None:
     with pytest.raises(ConfigError, match="a whole number, at least 1\n    legal: --processes 4"):
         split_processes(words.split())

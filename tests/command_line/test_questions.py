@@ -1,11 +1,11 @@
 """Tests of the flags after which a run only prints something."""
 
-import pytest
+from support.each import each
 
 from megazero.command_line.questions import Questions, split_questions
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "expected"),
     [
         ("--lr 1", Questions(None, frozenset(), ["--lr", "1"])),

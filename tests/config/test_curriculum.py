@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from itertools import accumulate
 
-import pytest
 from support.configs import make_run
 from support.each import each
 
@@ -132,7 +131,7 @@ def test_a_schedule_in_tokens_counts_those_of_its_rows() -> None:
     assert (lengths.unit, lengths.warmup, lengths.decay) == ("samples", 12, 40)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "given", "legal"),
     [
         ({}, "--curriculum-schedule fixed_linear without --curriculum-steps", "--curriculum-steps STEPS"),

@@ -1,12 +1,12 @@
 """Tests of figures that are derived from settings, such as the padded vocabulary and the number of micro-batches."""
 
-import pytest
 from support.configs import make_run
+from support.each import each
 
 from megazero.config import derived
 
 
-@pytest.mark.parametrize(
+@each(
     ("vocab", "divisible_by", "degree", "padded"),
     [(50257, 128, 1, 50304), (50257, 128, 8, 51200), (128, 128, 1, 128), (257, 1, 3, 258), (1, 128, 2, 256)],
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from support.each import each
 
 from megazero.config.model import ModelConfig
 
@@ -19,13 +20,13 @@ def test_defaults_are_megatrons() -> None:
     assert not model.untie_embeddings_and_output_weights
 
 
-@pytest.mark.parametrize("missing", sorted(SHAPE))
+@each("missing", sorted(SHAPE))
 def test_shape_has_no_default(missing: str) -> None:
     with pytest.raises(ValidationError, match=missing):
         ModelConfig(**{name: value for name, value in SHAPE.items() if name != missing})
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [("num_layers", 0), ("hidden_dropout", 1.0), ("attention_dropout", -0.1), ("norm_epsilon", 0), ("vocab_size", 1)],
 )

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
 from support.configs import make_run
+from support.each import each
 
 from megazero.command_line.flags import split_words
 from megazero.config.origin import Origin
@@ -14,7 +14,7 @@ from megazero.dialects.deepspeed.reading import read_file
 from megazero.dialects.deepspeed.run import translate_for_run
 
 
-@pytest.mark.parametrize(
+@each(
     ("flag", "origin"),
     [
         ("--hysteresis", Origin.FOREIGN),

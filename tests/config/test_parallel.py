@@ -2,6 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
+from support.each import each
 
 from megazero.config.fields import describe
 from megazero.config.run import ParallelConfig
@@ -18,7 +19,7 @@ def test_defaults() -> None:
     assert parallel.cpu_threads is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("tensor_model_parallel_size", 0),

@@ -2,6 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
+from support.each import each
 
 from megazero.config.engine_sections import PrecisionConfig
 
@@ -14,7 +15,7 @@ def test_defaults_are_megatrons() -> None:
     assert precision.fp8_format is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("precision", "fp8"),

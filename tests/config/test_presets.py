@@ -134,7 +134,7 @@ def test_rows_name_settings_of_the_model() -> None:
 
 
 # ZeRO, table 3: the states that are partitioned beside the optimizer's, and the memory in which checkpoints lie.
-@pytest.mark.parametrize(
+@each(
     ("name", "gradients", "activations", "in_cpu"),
     [
         ("C1", False, False, False),

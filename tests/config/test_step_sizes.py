@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 
 from megazero.config.step_sizes import StepSizes, read_rampup, read_schedule
 from megazero.errors import Problem
@@ -74,7 +75,7 @@ def test_a_schedule_is_in_tokens_with_suffixes() -> None:
     assert str(found) == "768 from sample 0 on, 1536 from sample 122070312 on, 3072 from sample 244140625 on"
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "rule", "legal"),
     [
         (["32", "32"], "three whole numbers", "START INCREMENT SAMPLES"),
@@ -90,7 +91,7 @@ def test_a_wrong_ramp(words: list[str], rule: str, legal: str) -> None:
     assert found.given == f"--rampup-batch-size {' '.join(words)}"
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "rule"),
     [
         (["40:8"], "from 0 tokens on"),

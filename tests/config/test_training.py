@@ -2,6 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
+from support.each import each
 
 from megazero.command_line.parse import parse
 from megazero.config import derived
@@ -19,7 +20,7 @@ def test_defaults_are_megatrons() -> None:
     assert training.compile == "auto"
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("micro_batch_size", 0),
@@ -37,12 +38,12 @@ def test_out_of_range_is_refused(name: str, value: int) -> None:
         TrainingConfig(**{"micro_batch_size": 4, name: value})
 
 
-@pytest.mark.parametrize("choice", ["auto", "on", "max", "off"])
+@each("choice", ["auto", "on", "max", "off"])
 def test_compile_is_a_choice_of_four(choice: str) -> None:
     assert TrainingConfig(micro_batch_size=4, compile=choice).compile == choice
 
 
-@pytest.mark.parametrize("choice", [True, False, "yes", "inductor", ""])
+@each("choice", [True, False, "yes", "inductor", ""])
 def test_anything_else_is_no_choice(choice: object) -> None:
     with pytest.raises(ValidationError, match="compile"):
         TrainingConfig(micro_batch_size=4, compile=choice)
@@ -65,7 +66,7 @@ def test_lengths_and_ramps_of_published_scripts() -> None:
     assert (lengths.unit, lengths.warmup, lengths.decay) == ("samples", 216_320, 260 * 10**9 / 2048)
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "span", "alone"),
     [
         ("3-5", range(3, 6), False),
@@ -83,9 +84,7 @@ def test_spans_include_both_ends(word: str, span: range | None, alone: bool) -> 
     assert as_span(word, alone=True) == (range(5, 6) if alone else span)
 
 
-@pytest.mark.parametrize(
-    "words", ["--num-layers 12K", "--train-tokens 1.5", "--train-tokens 1X", "--train-tokens 0.0001K"]
-)
+@each("words", ["--num-layers 12K", "--train-tokens 1.5", "--train-tokens 1X", "--train-tokens 0.0001K"])
 def test_suffixes_are_for_whole_samples_and_tokens(words: str) -> None:
     with pytest.raises(ConfigError, match=r"is a whole number"):
         parse(words.split())

@@ -95,7 +95,7 @@ def test_unknown_settings_are_not_missing_and_not_read() -> None:
             getattr(getattr(found.partial, section), name)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "words", "expected"),
     [
         ("seed", ("5",), 5),

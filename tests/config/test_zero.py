@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from pydantic import ValidationError
+from support.each import each
 
 from megazero.config.engine_sections import ZeroConfig
 from megazero.config.fields import describe
@@ -45,7 +46,7 @@ def test_stage_3s_settings_have_deepspeeds_other_name_too() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("zero_stage", 4),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.each import each
 from support.token_files import write_corpus
 
 from megazero.data.blend import Blend, BlendedSamples, WeightedPrefix, parse_data_path
@@ -163,7 +164,7 @@ def test_blended_samples_come_from_the_chosen_corpus() -> None:
         assert blended.loss_mask(k).tolist() == list(blend.choose(k))
 
 
-@pytest.mark.parametrize(
+@each(
     ("items", "expected"),
     [
         (["a"], [("a", None)]),
@@ -178,7 +179,7 @@ def test_data_path(items: list[str], expected: list[tuple[str, Fraction | None]]
     assert parse_data_path(items) == tuple(WeightedPrefix(*pair) for pair in expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("items", "count", "message"),
     [
         ([], 1, "at least one prefix"),

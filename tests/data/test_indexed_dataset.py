@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.each import each
 from support.token_files import count_up, write_corpus, write_sparse_corpus
 
 from megazero.data import indexed_dataset
@@ -59,7 +60,7 @@ def test_reader_gives_back_what_the_format_holds(
     assert [dataset.locate(token) for token in range(len(flat))] == places
 
 
-@pytest.mark.parametrize(
+@each(
     ("vocab_size", "expected"),
     [(257, "uint16"), (50257, "uint16"), (65499, "uint16"), (65500, "int32"), (65536, "int32"), (250_000, "int32")],
 )

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.each import each
 
 from megazero.data import permutation
 from megazero.data.permutation import Epochs, Permutation
@@ -66,13 +67,13 @@ def test_places_are_spread_evenly() -> None:
         assert chi_square < 50  # 19 degrees of freedom: exceeded once in ten thousand
 
 
-@pytest.mark.parametrize("other", [(2, 0), (1, 1), (10,), (1, 0, 0)])
+@each("other", [(2, 0), (1, 1), (10,), (1, 0, 0)])
 def test_the_key_decides(other: tuple[int, ...]) -> None:
     first, second = Permutation(500, (1, 0)), Permutation(500, other)
     assert sum(first[i] == second[i] for i in range(500)) < 10
 
 
-@pytest.mark.parametrize(("size", "key", "places"), [
+@each(("size", "key", "places"), [
     (10, (1234, 0, 0), [7, 6, 2, 0, 9, 1, 8, 4]),
     (1000, (1234, 0, 0), [354, 69, 705, 946, 509, 698, 331, 781]),
     (123456789, (1234, 2, 7), [33440375, 90012701, 53879036, 25653392, 31882868, 65507180, 69164534, 41390732]),

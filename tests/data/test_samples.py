@@ -39,7 +39,7 @@ def test_split_is_megatrons(text: str, count: int) -> None:
     assert ranges[-1][1] == count
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "count", "sizes"),
     [
         ("949,50,1", 260, [247, 12, 1]),

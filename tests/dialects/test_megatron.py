@@ -231,7 +231,7 @@ def test_flags_of_8bit_products(words: str, format: str | None) -> None:
     assert (config.precision.fp8_format, config.precision.precision) == (format, "bf16")
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "told"),
     [
         ("--no-fp8-wgrad", "all three products are of 8-bit numbers"),
@@ -333,7 +333,7 @@ def test_a_refusal_does_the_arithmetic(words: str, legal: str) -> None:
     assert problem.legal == legal
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "same"),
     [
         ("--activations-checkpoint-method uniform", "--recompute-granularity full --recompute-method uniform"),

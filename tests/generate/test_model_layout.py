@@ -1,6 +1,7 @@
 """Tests the layouts for generation: which are refused with which message, and how a model is cut to fit memory."""
 
 import pytest
+from support.each import each
 from support.models import small_config
 
 from megazero.errors import TopologyError
@@ -11,12 +12,12 @@ from megazero.parallel.topology import Topology
 MODEL = small_config()  # 3 layers, 12 heads of 5, 240 inner elements
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 5), (12, 3), (4, 2)])
+@each(("tp", "pp"), [(1, 1), (2, 1), (1, 5), (12, 3), (4, 2)])
 def test_one_copy_of_the_model(tp: int, pp: int) -> None:
     assert choose_layout(MODEL, tp=tp, pp=pp, nodes=Nodes((tp * pp,))) == Topology(tp=tp, dp=1, pp=pp)
 
 
-@pytest.mark.parametrize(
+@each(
     ("tp", "pp", "world", "told"),
     [
         (2, 2, 1, "on 1 process\n.*\n.*legal: 4 processes; --tensor-model-parallel-size 1 --pipeline-model-p.* 1$"),

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.each import each
 from torch import Tensor
 
 from megazero.errors import ConfigError
@@ -28,14 +29,12 @@ def frequencies(sampling: Sampling, count: int = 20_000) -> list[float]:
     return (torch.bincount(drawn, minlength=4) / count).tolist()
 
 
-@pytest.mark.parametrize(
-    ("top_k", "expected"), [(0, [0, 1, 2, 3]), (1, [1]), (2, [1, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3])]
-)
+@each(("top_k", "expected"), [(0, [0, 1, 2, 3]), (1, [1]), (2, [1, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3])])
 def test_top_k(top_k: int, expected: list[int]) -> None:
     assert kept(keep_top_k(logits(), top_k)) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("top_p", "expected"),
     [(1e-9, [1]), (0.39, [1]), (0.41, [1, 3]), (0.69, [1, 3]), (0.71, [1, 2, 3]), (1.0, [0, 1, 2, 3])],
 )
@@ -57,9 +56,7 @@ def test_rows_are_filtered_apart() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(greedy=True), Sampling(temperature=0), Sampling(top_k=1), Sampling(top_p=0.1)]
-)
+@each("sampling", [Sampling(greedy=True), Sampling(temperature=0), Sampling(top_k=1), Sampling(top_p=0.1)])
 def test_ways_to_take_the_best(sampling: Sampling) -> None:
     assert frequencies(sampling, 50) == [0.0, 1.0, 0.0, 0.0]
 

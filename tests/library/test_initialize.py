@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.any_models import CASES, adamw, inputs_of, make, train_plain
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
@@ -120,7 +121,7 @@ class Named(nn.Module):
         return f"a model {self.kind}"
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "given", "told"),
     [
         ("gpt", {}, "model of type str"),
@@ -167,8 +168,8 @@ def test_a_model_has_one_engine() -> None:
 # --- frozen models ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@each("kind", ["AdamW", "SGD"])
+@each("stage", [0, 1, 2, 3])
 def test_a_frozen_model_computes_and_is_not_trained(stage: int, kind: str) -> None:
     """Gradients of its inputs come through it; backward and step of the engine are errors that say what is missing."""
     plain, model = (make("sequential").requires_grad_(False) for _ in range(2))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.any_models import CASES, History, inputs_of, make, train_plain
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from support.published_optimizers import reference_class
 from torch import Tensor, nn
@@ -199,7 +200,7 @@ def test_patterns_on_several_ranks(kind: str) -> None:
         close(found, plain_by_pattern(kind))
 
 
-@pytest.mark.parametrize(
+@each(
     ("patterns", "given", "legal"),
     [
         (["weight lr=1"], "optimizer.param_groups: weight", "0.weight"),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.each import each
 
 from megazero.memory.address_book import AddressBook, Block
 
@@ -142,7 +143,7 @@ def holes(pattern: str) -> tuple[AddressBook, list[Block]]:
     return book, [block for run, block in zip(runs, blocks, strict=True) if run[0] != "."]
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "nbytes", "start", "moves"),
     [
         ("aa..bb...", 2, 2, []),  # the first gap that is large enough, not the best

@@ -4,13 +4,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 
 from megazero.memory.fused_buffers import BufferLease, FusedBuffers
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8])
 def test_a_lease_is_a_dense_tensor_of_the_size_asked_for(dtype: torch.dtype) -> None:
     pool = FusedBuffers(64, CPU)
     lease = pool.lease(7, dtype)

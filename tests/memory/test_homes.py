@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
+from support.each import each
 from support.late_copies import late_copies
 from torch import Tensor
 
@@ -33,8 +34,8 @@ def is_unwritten(tensor: Tensor) -> bool:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [DeviceHome, HostHome])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each("make", [DeviceHome, HostHome])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_states_begin_as_zeros(make: Callable[[torch.device], StateHome], dtype: torch.dtype) -> None:
     home = make(CPU)
     made = home.zeros(NUMEL, dtype)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from support.each import each
 from support.families import GROUPED, LLAMA, ROPE
 from support.models import Piece, assemble, build_gpt, context, pieces, put_logical, small_config
 from support.processes import mesh_in_worker, run_ranks
@@ -241,7 +242,7 @@ def test_logits_and_gradients_are_transformers(name: str) -> None:
             torch.testing.assert_close(found, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_parameters_are_counted(name: str) -> None:
     model = build_gpt(config_of(name), context(), vocab_size=VOCAB)
     assert derived.num_parameters(config_of(name), VOCAB) == sum(each.numel() for each in model.parameters())

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import reference
+from support.each import each
 from support.models import Piece, assemble, build_gpt, context, pieces, put_logical, small_config
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
@@ -301,9 +302,7 @@ def test_an_untied_head_has_no_copy() -> None:
     assert "embedding.word.weight" not in stages[1] and "head.weight" in stages[1]
 
 
-@pytest.mark.parametrize(
-    ("split", "num_stages"), [((3,), 1), ((2, 1), 2), ((0, 3), 2), ((3, 0), 2), ((1, 1, 0, 1), 2), ((1, 1, 1), 3)]
-)
+@each(("split", "num_stages"), [((3,), 1), ((2, 1), 2), ((0, 3), 2), ((3, 0), 2), ((1, 1, 0, 1), 2), ((1, 1, 1), 3)])
 def test_chunks_one_after_the_other_are_the_whole_model(split: tuple[int, ...], num_stages: int) -> None:
     weights = random_weights(small_config())
     stages = [cut_gpt(split, stage, num_stages) for stage in range(num_stages)]

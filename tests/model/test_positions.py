@@ -2,8 +2,8 @@
 
 import math
 
-import pytest
 import torch
+from support.each import each
 from support.models import build_gpt, context, small_config
 
 from megazero.model.positions import Positions, alibi_slopes, rotate, rotation_table
@@ -13,8 +13,8 @@ from megazero.planner.dry.hollow import Hollow
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("scaling", [None, 8.0, 32.0])
-@pytest.mark.parametrize(("base", "width"), [(10_000.0, 128), (500_000.0, 64), (500_000.0, 6)])
+@each("scaling", [None, 8.0, 32.0])
+@each(("base", "width"), [(10_000.0, 128), (500_000.0, 64), (500_000.0, 6)])
 def test_frequencies_are_transformers(scaling: float | None, base: float, width: int) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -83,7 +83,7 @@ def test_positions_given_choose_the_rows_of_the_tables() -> None:
     assert torch.equal(chosen.sine[1], whole.sine.flip(0)) and torch.equal(chosen.cosine[0, 2], whole.cosine[0])
 
 
-@pytest.mark.parametrize("kind", ["learned_absolute", "rope", "alibi", "none"])
+@each("kind", ["learned_absolute", "rope", "alibi", "none"])
 def test_without_positions_a_model_sees_a_set_of_earlier_tokens(kind: str) -> None:
     model = build_gpt(small_config(position_embedding_type=kind, kv_channels=6), context(), vocab_size=20)
     generator = torch.Generator().manual_seed(1)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from support.each import each
 from torch import nn
 
 from megazero.config.choices import OptimizerChoice
@@ -66,7 +66,7 @@ def test_groups_of_patterns_come_behind_the_others() -> None:
         }
 
 
-@pytest.mark.parametrize(
+@each(
     ("chosen", "kinds"),
     [
         (choice("AdamW"), ("exp_avg", "exp_avg_sq")),

@@ -22,7 +22,7 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "rtol"),
     [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)],
     ids=str,
@@ -101,7 +101,7 @@ def test_a_norm_that_is_not_finite_gives_no_step() -> None:
     assert clip_coefficient(torch.tensor(torch.nan), 1.0).isnan()
 
 
-@pytest.mark.parametrize(
+@each(
     ("norms", "parameters", "first"),
     [
         ([], [], ALL_FINITE),

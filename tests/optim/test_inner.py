@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,10 +101,10 @@ def torch_adamw(start: Tensor, grads: list[Tensor], factor: float) -> tuple[Tens
     )
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 2e-6)], ids=str)
-@pytest.mark.parametrize("factor", [1.0, 0.125])
-@pytest.mark.parametrize("found_inf", [None, 0.0])
-@pytest.mark.parametrize("by", [None, inner.adamw], ids=["the kernel", "in one pass"])
+@each(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 2e-6)], ids=str)
+@each("factor", [1.0, 0.125])
+@each("found_inf", [None, 0.0])
+@each("by", [None, inner.adamw], ids=["the kernel", "in one pass"])
 def test_steps_equal_torchs(
     dtype: torch.dtype, rtol: float, factor: float, found_inf: float | None, by: Callable[..., None] | None
 ) -> None:
@@ -203,7 +204,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
+@each(
     ("device", "master", "gradient", "expected"),
     [
         ("meta", torch.float32, torch.bfloat16, ["mul", "_fused_adamw_"]),
@@ -236,7 +237,7 @@ def test_a_run_is_updated_in_two_operations(
     assert [name for name in seen.names if name not in ("empty", "detach")] == expected
 
 
-@pytest.mark.parametrize("gradient", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each("gradient", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_factor_is_not_rounded_to_the_gradients_precision(gradient: torch.dtype) -> None:
     """One multiplication with a cast in it, as on a GPU, gives the bits of a cast followed by a multiplication."""
     master = torch.promote_types(gradient, torch.float32)
@@ -257,8 +258,8 @@ def test_decay_without_gradient() -> None:
     assert torch.equal(flat.master[parts[False]], before[parts[False]])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("value", [torch.inf, torch.nan, 1.0])
+@each("dtype", [torch.float64, torch.float32], ids=str)
+@each("value", [torch.inf, torch.nan, 1.0])
 def test_a_skipped_step_leaves_everything_as_it_was(dtype: torch.dtype, value: float) -> None:
     flat, grads = Flat.start(dtype), gradients(dtype)
     flat.update(grads[0], inputs(1e-2, found_inf=0.0))

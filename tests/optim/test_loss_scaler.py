@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.each import each
 
 from megazero.config.engine_sections import PrecisionConfig
 from megazero.errors import CheckpointError
@@ -27,7 +28,7 @@ def history(scaler: LossScaler, steps: str) -> list[LossScale]:
     return states[1:]
 
 
-@pytest.mark.parametrize(
+@each(
     ("steps", "scales"),
     [
         ("...", [16, 16, 32]),
@@ -91,7 +92,7 @@ def test_exhaustion_names_the_parameter() -> None:
     assert given == "3 steps in a row overflowed at loss scale 2; in the last, layers.0.mlp.up.weight overflowed"
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "scale", "is_dynamic"),
     [
         (PrecisionConfig(precision="fp16"), 2.0**32, True),

@@ -202,7 +202,7 @@ CYCLE_TABLES: dict[str, tuple[SchedulerChoice, list[float]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CYCLE_TABLES)
+@each("name", CYCLE_TABLES)
 def test_tables_of_a_cycle(name: str) -> None:
     schedule, expected = CYCLE_TABLES[name]
     found = [rate_of(schedule, updates, BASE) for updates in range(len(expected))]
@@ -405,8 +405,8 @@ def test_lengths_in_samples_and_tokens(
         consumed += sizes.at(consumed)
 
 
-@pytest.mark.parametrize("sizes", [RAMP, StepSizes.constant(4)], ids=["ramp", "constant"])
-@pytest.mark.parametrize("style", ["linear", "cosine"])
+@each("sizes", [RAMP, StepSizes.constant(4)], ids=["ramp", "constant"])
+@each("style", ["linear", "cosine"])
 def test_weight_decay_that_increases(style: str, sizes: StepSizes) -> None:
     """It is Megatron-LM's after the same samples, over the length of the run, also where that is given in steps."""
     config = OptimizerConfig(
@@ -461,7 +461,7 @@ def test_a_fall_in_steps_is_the_last_ones_of_a_ramp() -> None:
         schedule(style="WSD", fall_steps=5)
 
 
-@pytest.mark.parametrize("style", ["linear", "cosine", "WSD", "inverse-square-root", "constant"])
+@each("style", ["linear", "cosine", "WSD", "inverse-square-root", "constant"])
 def test_a_schedule_in_steps_goes_on_in_samples(style: str) -> None:
     """A checkpoint whose lengths are steps goes on with --train-samples of the same steps, and the other way."""
     config = OptimizerConfig(
@@ -526,7 +526,7 @@ def test_sweeps_of_a_run() -> None:
     assert (found.at(0), found.at(4)) == pytest.approx((0.1, 0.3)) and found.momentum(4) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "message"),
     [
         (("cycle_max_lr=1",), r"--lr-decay-params: cycle_max_lr: 1(?s:.*)setting of its own(?s:.*)--lr"),

@@ -133,7 +133,7 @@ def maker(name: str) -> Callable[[Groups], Optimizer]:
     return lambda parameters: kind(parameters, **decay, **options)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("name", OPTIMIZERS)
 def test_runs_equal_the_model(name: str) -> None:
     """Two groups, cut into uneven runs down to one element, follow a scheduler that moves both groups' rates."""
     flat, plain = FlatModel.of(maker(name)), model()

@@ -2,7 +2,7 @@
 
 import textwrap
 
-import pytest
+from support.each import each
 
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.nodes import Nodes
@@ -63,8 +63,8 @@ def test_a_thousand_ranks_fit_a_page() -> None:
     ]
 
 
-@pytest.mark.parametrize("sizes", [(8,) * 128, (1024,), (1,) * 1024, (1000, 24)], ids=lambda sizes: str(len(sizes)))
-@pytest.mark.parametrize("degrees", [(8, 16, 8), (1, 1024, 1), (1, 1, 1024), (1024, 1, 1), (2, 512, 1)], ids=str)
+@each("sizes", [(8,) * 128, (1024,), (1,) * 1024, (1000, 24)], ids=lambda sizes: str(len(sizes)))
+@each("degrees", [(8, 16, 8), (1, 1024, 1), (1, 1, 1024), (1024, 1, 1), (2, 512, 1)], ids=str)
 def test_no_picture_is_too_large(degrees: tuple[int, int, int], sizes: tuple[int, ...]) -> None:
     tp, dp, pp = degrees
     lines = draw_layout(Topology(tp=tp, dp=dp, pp=pp), Nodes(sizes))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.nn.functional as F
+from support.each import each
 from support.models import context
 from torch import Tensor, nn
 
@@ -166,7 +167,7 @@ def head(dtype: torch.dtype) -> Case:
 CASES = [column, row, embedding, head]
 
 
-@pytest.mark.parametrize("make", CASES)
+@each("make", CASES)
 def test_layers_write_first_and_add_then(make: Callable[[torch.dtype], Case]) -> None:
     """Autograd gets no gradient, but calls its hooks, which serve to count gradients."""
     case = make(torch.float64)
@@ -179,7 +180,7 @@ def test_layers_write_first_and_add_then(make: Callable[[torch.dtype], Case]) ->
         torch.testing.assert_close(place.tensor, case.gradient(*seeds), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("make", CASES)
+@each("make", CASES)
 def test_two_uses_in_one_pass_share_the_place(make: Callable[[torch.dtype], Case]) -> None:
     """Two uses in one pass, such as those of a head and its tied embedding, add to the same memory."""
     case = make(torch.float64)
@@ -203,7 +204,7 @@ def test_a_place_may_be_of_a_higher_precision(make: Callable[[torch.dtype], Case
     assert (place.tensor - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
-@pytest.mark.parametrize("make", CASES)
+@each("make", CASES)
 def test_autograd_gets_what_no_place_takes(make: Callable[[torch.dtype], Case]) -> None:
     case = make(torch.float64)
     place = kept_for(case.parameter)

@@ -6,6 +6,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 
 from megazero.errors import Problem
 from megazero.parallel.nodes import Nodes, crossing_groups, parse_tasks_per_node, problems_of_placement, shortened
@@ -20,7 +21,7 @@ def test_where_ranks_are() -> None:
     assert nodes.touched_by((5, 0, 1)) == (0, 2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("sizes", "text"),
     [
         ((1,), "1 node of 1 rank"),
@@ -35,7 +36,7 @@ def test_description(sizes: tuple[int, ...], text: str) -> None:
     assert Nodes(sizes).describe() == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "sizes"),
     [("8", (8,)), ("8(x2),4", (8, 8, 4)), ("1,2(x3),1", (1, 2, 2, 2, 1)), ("16(x3)", (16, 16, 16))],
 )
@@ -43,13 +44,13 @@ def test_tasks_per_node(text: str, sizes: tuple[int, ...]) -> None:
     assert parse_tasks_per_node(text) == sizes
 
 
-@pytest.mark.parametrize("text", ["", "eight", "8(2)", "8,", "0", "-1", "8 (x2)", "4(x0)"])
+@each("text", ["", "eight", "8(2)", "8,", "0", "-1", "8 (x2)", "4(x0)"])
 def test_no_tasks_per_node(text: str) -> None:
     with pytest.raises(ValueError, match="tasks per node"):
         parse_tasks_per_node(text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("numbers", "text"),
     [
         ((7,), "7"),
@@ -63,7 +64,7 @@ def test_many_numbers_are_shortened(numbers: tuple[int, ...], text: str) -> None
     assert shortened(numbers) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("topology", "sizes", "axis", "groups"),
     [
         (Topology(tp=2, dp=2, pp=2), (4, 4), "tp", ()),
@@ -86,7 +87,7 @@ def only(topology: Topology, *sizes: int) -> Problem:
     return problem
 
 
-@pytest.mark.parametrize(
+@each(
     ("topology", "sizes", "given", "legal"),
     [
         (

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 from torch import nn
 
 from megazero.parallel.param_spec import Box, InitialValue, ParamSpec, attach_spec, named_specs, spec_of
@@ -16,9 +16,7 @@ def vocabulary_rows(rank: int) -> ParamSpec:
     return ParamSpec("word.weight", (11, 5), (4, 5), (4 * rank, 0), sharded_axes=("tp",))
 
 
-@pytest.mark.parametrize(
-    ("rank", "lengths", "numel"), [(0, (4, 5), 20), (1, (4, 5), 20), (2, (3, 5), 15), (3, (0, 5), 0)]
-)
+@each(("rank", "lengths", "numel"), [(0, (4, 5), 20), (1, (4, 5), 20), (2, (3, 5), 15), (3, (0, 5), 0)])
 def test_padding_is_clipped_off_the_box(rank: int, lengths: tuple[int, int], numel: int) -> None:
     spec = vocabulary_rows(rank)
     assert spec.box == Box((4 * rank, 0), lengths)
@@ -44,7 +42,7 @@ def test_the_box_holds_the_elements_that_exist(dims: list[tuple[int, int, int]])
     assert spec.numel == room.sum()
 
 
-@pytest.mark.parametrize(
+@each(
     ("axes", "coordinates", "counted"),
     [
         ((), {"tp": 0}, True),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.each import each
 
 from megazero import operating_system
 from megazero.parallel.launch import Launch
@@ -24,7 +25,7 @@ def sixteen_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cpu.max"
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "launch", "environment", "expected"),
     [
         (None, ALL_ON_ONE, {}, 4),

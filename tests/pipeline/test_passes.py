@@ -46,7 +46,7 @@ def with_exchanges_everywhere(drawing: str, shape: Shape) -> list[tuple[Action, 
     return [with_exchanges(actions, shape, stage) for stage, actions in enumerate(parse_stages(drawing))]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "shape", "drawing"),
     [
         ("1f1b", Shape(3, 3), EXCHANGES),
@@ -83,7 +83,7 @@ def test_every_evaluation_fits_together(num_stages: int) -> None:
             validate([with_exchanges(forward_only(shape, s), shape, s) for s in stages], shape, trains=False)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_receives_are_posted_exactly_one_computation_ahead(name: str) -> None:
     for shape in shapes_of(name, range(2, 5), range(1, 4), range(1, 9)):
         for stage, actions in enumerate(computations(name, shape)):
@@ -164,7 +164,7 @@ def test_nothing_can_be_left_out(name: str) -> None:
                 validate(broken, shape)
 
 
-@pytest.mark.parametrize("kinds", [RECEIVES[:1], RECEIVES[1:], SENDS[:1], SENDS[1:]])
+@each("kinds", [RECEIVES[:1], RECEIVES[1:], SENDS[:1], SENDS[1:]])
 def test_messages_cannot_change_places(kinds: tuple[Kind, ...]) -> None:
     """Two messages of one channel in another order on one side are found by the validation."""
     shape = Shape(3, 6, 2)
@@ -178,7 +178,7 @@ def test_messages_cannot_change_places(kinds: tuple[Kind, ...]) -> None:
             validate([stages[0], actions, stages[2]], shape)
 
 
-@pytest.mark.parametrize(
+@each(
     ("actions", "drawing"),
     [
         ("F0 B0 F1 B1", "G F0 B0 F1 B1 R"),
@@ -225,7 +225,7 @@ def test_forwards_and_backwards_of_a_chunk_may_meet_in_one_window() -> None:
     assert counts == [[4, 3], [4, 1], [3, 2], [3, 2]]
 
 
-@pytest.mark.parametrize(
+@each(
     ("actions", "by_chunk", "total"),
     [
         ("F0 B0 F1 B1", {0: 1}, 1),
@@ -256,7 +256,7 @@ def test_in_flight_of_schedules(name: str) -> None:
             assert max(most_in_flight(actions).values()) <= expected[name]
 
 
-@pytest.mark.parametrize(
+@each(
     ("actions", "finals"),
     [
         ("F0 B0 F1 B1", "B1"),

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 from support.schedule_drawings import parse
 
 from megazero.pipeline.passes import final_backwards
@@ -54,7 +55,7 @@ def run(actions: tuple[Action, ...]) -> str:
     return " ".join(callbacks.done)
 
 
-@pytest.mark.parametrize(
+@each(
     ("schedule", "done"),
     [
         ("", ""),

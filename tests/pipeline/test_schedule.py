@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.each import each
 from support.schedule_drawings import computations, draw, parse_stages, shapes_of
 from torch.distributed.pipelining import schedules as oracle
 
@@ -41,7 +42,7 @@ stage 1   F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3
 """
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "shape", "drawing"),
     [
         ("gpipe", Shape(4, 8), GPIPE),
@@ -75,7 +76,7 @@ def test_an_action_is_drawn_as_letter_number_and_chunk() -> None:
     assert [str(Action(*action)) for action in actions] == ["F12", "B0", "sb3.2", "G", "G.1"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_gradients_are_added_up_in_the_order_of_the_micro_batches(name: str) -> None:
     for shape in shapes_of(name, range(1, 6), range(1, 4), range(1, 13)):
         for actions in computations(name, shape):
@@ -100,7 +101,7 @@ def test_places_in_the_model() -> None:
     assert [place for place in places if shape.is_last(*place)] == [(2, 1)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "shape", "text"),
     [
         ("interleaved", (2, 3, 2), "groups of 2 .* 3 is no multiple"),

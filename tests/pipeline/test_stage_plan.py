@@ -2,7 +2,7 @@
 
 from collections import deque
 
-import pytest
+from support.each import each
 from support.schedule_drawings import draw, parse_stages, shapes_of
 
 from megazero.pipeline.passes import with_exchanges
@@ -53,7 +53,7 @@ def test_what_a_message_proves() -> None:
     }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@each("name", SCHEDULES)
 def test_what_is_proved_has_happened_however_slow_others_are(name: str) -> None:
     """A proof holds although one stage is as far as it can get and the others no further than it forces them to be."""
     for shape in shapes_of(name, range(2, 6), range(1, 4), range(1, 11)):

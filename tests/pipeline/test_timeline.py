@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
+from support.each import each
 from support.schedule_drawings import computations, parse, shapes_of
 
 from megazero.pipeline import schedule as module
@@ -41,7 +42,7 @@ def seconds(forward: float, inputs: float, weights: float) -> Mapping[Kind, floa
     return dict(zip(kinds, (forward, inputs + weights, inputs, weights), strict=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "shape", "drawing"),
     [
         ("gpipe", Shape(3, 4), GPIPE),
@@ -89,8 +90,8 @@ def test_a_backward_before_its_own_forward() -> None:
         simulate([parse("F0 B0"), parse("B0 F0")], Shape(2, 1))
 
 
-@pytest.mark.parametrize("durations", [seconds(1, 1, 1), seconds(3, 2, 2), seconds(2, 5, 1), seconds(4, 4, 3)])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble", "interleaved"])
+@each("durations", [seconds(1, 1, 1), seconds(3, 2, 2), seconds(2, 5, 1), seconds(4, 4, 3)])
+@each("name", ["gpipe", "1f1b", "zero-bubble", "interleaved"])
 def test_the_simulation_agrees_with_the_formula(name: str, durations: Mapping[Kind, float]) -> None:
     """The shares are equal, as times are whole numbers and both shares are the nearest float to one fraction."""
     for shape in shapes_of(name, range(1, 7), range(1, 4), range(1, 13)):
@@ -105,7 +106,7 @@ def test_zero_bubble_with_slow_weights_idles_no_less_than_the_formula(durations:
         assert share >= predicted_idle_share("zero-bubble", shape, durations), str(shape)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "shape", "share"),
     [
         ("gpipe", Shape(4, 8), 3 / 11),

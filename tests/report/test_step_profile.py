@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import make_run
+from support.each import each
 from support.small_runs import train_run
 
 from megazero.report import memory_history
@@ -50,7 +51,7 @@ def test_a_cpu_has_nothing_for_cudas_profiler(tmp_path: Path) -> None:
     assert "on CPUs only torch's profiler sees a step" in told.text and traces(tmp_path) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "given"),
     [
         ({"profile_step_start": 5, "profile_step_end": 5}, "--profile-step-start 5 --profile-step-end 5"),

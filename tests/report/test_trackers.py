@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.small_runs import tiny_run, train_run
 
 import megazero
@@ -56,7 +57,7 @@ class Failing:
             raise ConnectionError("the server is gone\nwith details")
 
 
-@pytest.mark.parametrize("failing", ["scalars", "text", "picture", "flush", "close"])
+@each("failing", ["scalars", "text", "picture", "flush", "close"])
 def test_a_tracker_that_fails_is_told_once_and_left_alone(failing: str) -> None:
     told: list[str] = []
     inner = Failing(failing)

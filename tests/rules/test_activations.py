@@ -2,15 +2,15 @@
 
 from typing import Any
 
-import pytest
 from support.configs import make_run
+from support.each import each
 
 from megazero.rules.run import check
 
 FULL = {"recompute_granularity": "full"}
 
 
-@pytest.mark.parametrize(
+@each(
     "settings",
     [
         {"recompute_granularity": "selective"},

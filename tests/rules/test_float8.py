@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.configs import make_run
+from support.each import each
 
 from megazero.rules.float8 import has_8bit_products
 from megazero.rules.run import advice, check
@@ -13,14 +14,14 @@ from megazero.rules.run import advice, check
 FP8 = {"precision": "bf16", "fp8_format": "hybrid"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("dims", "fits"), [((16, 32, 48), True), ((16,), True), ((16, 8), False), ((0, 16), False), ((17, 16, 16), False)]
 )
 def test_multiples_of_16(dims: tuple[int, ...], fits: bool) -> None:
     assert has_8bit_products(*dims) is fits
 
 
-@pytest.mark.parametrize(
+@each(
     "settings",
     [
         FP8,

@@ -518,7 +518,7 @@ def test_there_are_many_cases() -> None:
     assert len({name_of(case) for case in CASES}) == len(CASES) >= 60
 
 
-@pytest.mark.parametrize("setting", UNREAD)
+@each("setting", UNREAD)
 def test_what_no_run_reads(setting: str) -> None:
     for stage in range(4):
         with pytest.raises(ConfigError) as caught:
@@ -751,7 +751,7 @@ def test_optimizers_that_do_not_read_a_parameter(optimizer: Settings, scheduler:
     assert [problem.given for problem in problems(caught)] == [given]
 
 
-@pytest.mark.parametrize(
+@each(
     ("optimizer", "scheduler"),
     [
         ({"lr": 0.5}, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}),

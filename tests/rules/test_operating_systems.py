@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
+from support.each import each
 from support.source_tree import PROGRAMS, ROOT, sources
 
 PLACE = "megazero/operating_system.py"
@@ -49,7 +49,7 @@ def test_one_module_uses_what_not_every_system_has() -> None:
     assert found == PATHS
 
 
-@pytest.mark.parametrize("script", EVERYWHERE, ids=lambda path: path.name)
+@each("script", EVERYWHERE, ids=lambda path: path.name)
 def test_scripts_need_neither_a_newer_bash_nor_linux(script: Path) -> None:
     lines = [line.partition(" #")[0] for line in script.read_text().splitlines() if not line.startswith("#")]
     assert [line for line in lines if re.search(f"{NEWER_BASH}|{GNU_PROGRAMS}", line)] == []

@@ -43,7 +43,7 @@ def test_parameters_that_are_no_settings() -> None:
         assert of_run(optimizer_params=(f"decoupled_weight_decay={word}",)).type == "Adam"
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "given", "legal"),
     [
         (

@@ -49,7 +49,7 @@ def test_legal(world_size: int, settings: dict[str, Any]) -> None:
     assert check(make_run(**settings), world_size) == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "given", "flags"),
     [
         ({"num_layers_per_virtual_pipeline_stage": 1}, f"{VIRTUAL} 1", VIRTUAL),
@@ -70,7 +70,7 @@ def test_settings_of_a_pipeline_without_one(settings: dict[str, Any], given: str
     assert problem.legal == f"--pipeline-model-parallel-size 2, or leave out {flags}"
 
 
-@pytest.mark.parametrize(
+@each(
     ("layers", "length", "legal"),
     [
         (12, 4, f"{VIRTUAL} 3, --num-layers 16, --num-layers 24, or leave out {VIRTUAL}"),
@@ -203,7 +203,7 @@ def test_tokens_are_split_evenly() -> None:
     assert check(make_run(**{**odd, "sequence_parallel": False}), 4) == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "legal"),
     [
         ({"global_batch_size": 9}, "--seq-length 8, --seq-length 12"),

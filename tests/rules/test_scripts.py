@@ -6,14 +6,14 @@ import shutil
 import subprocess
 from contextlib import suppress
 
-import pytest
 from packaging.requirements import Requirement
+from support.each import each
 from support.source_tree import ROOT
 
 SCRIPTS = [*sorted((ROOT / "scripts").rglob("*.sh")), ROOT / ".ci" / "run"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@each("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_is_sound(script: object) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     if shutil.which("shellcheck"):

@@ -20,7 +20,7 @@ def found(zero: dict[str, Any], precision: dict[str, Any]) -> list[Problem]:
     return [problem for rule in STATE_RULES for problem in rule(*sections, lambda name: f"<{name}>")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("zero", "precision"),
     [
         ({}, {}),
@@ -42,7 +42,7 @@ def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
     assert found(zero, precision) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("zero", "precision", "given", "legal"),
     [
         (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.each import each
 from support.source_tree import ROOT
 
 FOLDER = ROOT / "scripts" / "slurm"
@@ -203,7 +204,7 @@ def directives(job: Path) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", job.read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("job", TRAINING, ids=lambda job: job.stem)
+@each("job", TRAINING, ids=lambda job: job.stem)
 def test_every_job_can_be_requeued_and_is_warned(job: Path) -> None:
     said = directives(job)
     assert said["requeue"] == "" and said["open-mode"] == "append"
@@ -211,7 +212,7 @@ def test_every_job_can_be_requeued_and_is_warned(job: Path) -> None:
     assert said["output"] == "slurm-%x-%j.log"
 
 
-@pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
+@each("script", JOBS, ids=lambda path: path.name)
 def test_a_job_is_sound(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     if shutil.which("shellcheck"):

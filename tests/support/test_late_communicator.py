@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.each import each
 from support.late_communicator import LateCommunicator, unfinished, unproven_waits
 from support.processes import RankFailure, mesh_in_worker, run_ranks
 from support.thread_world import run_threads
@@ -76,7 +77,7 @@ EXPECTED: dict[Call, Callable[[int], list[float]]] = {
 }
 
 
-@pytest.mark.parametrize("call", EXPECTED)
+@each("call", EXPECTED)
 def test_results_come_with_the_wait(call: Call) -> None:
     def on(axis: LateCommunicator) -> tuple[Tensor, list[float]]:
         work, output = call(axis)
@@ -95,7 +96,7 @@ def test_results_come_with_the_wait(call: Call) -> None:
             assert early.dtype is torch.int64 or early.isnan().any()
 
 
-@pytest.mark.parametrize("call", EXPECTED)
+@each("call", EXPECTED)
 def test_the_output_must_be_left_alone(call: Call) -> None:
     def on(axis: LateCommunicator) -> None:
         work, output = call(axis)

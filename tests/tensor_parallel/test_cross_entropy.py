@@ -126,8 +126,8 @@ def test_a_block_fills_most_of_a_power_of_two() -> None:
     assert {width: _block_width(width) for width in widths} == widths
 
 
-@pytest.mark.parametrize("kind", ["in place", "fused, plain"])
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@each("kind", ["in place", "fused, plain"])
+@each("value", [torch.inf, -torch.inf, torch.nan])
 def test_logits_that_are_not_finite_make_the_loss_of_their_token_not_finite(value: float, kind: str) -> None:
     """A label of minus infinity has an infinite loss; plus infinity and NaN anywhere make losses NaN."""
     logits, labels, _ = draw(torch.float64, weighted=False)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.each import each
 from support.gpus import has_8bit_gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -88,7 +89,7 @@ def test_error_is_bounded(
     assert within(HYBRID.weight_gradient(grad, x), grad.t(), x, BOUND[E5M2])
 
 
-@pytest.mark.parametrize("exponent", [-126, -60, 0, 60, 120])
+@each("exponent", [-126, -60, 0, 60, 120])
 def test_scale_follows_the_magnitude(exponent: int) -> None:
     """Multiplying by a power of two multiplies the scale and leaves the 8-bit numbers unchanged."""
     one, other = quantise(drawn(16, 16), E4M3), quantise(drawn(16, 16) * 2.0**exponent, E4M3)
@@ -126,8 +127,8 @@ def test_zeros_make_zeros() -> None:
     assert torch.isfinite(HYBRID.output(least, x, None)).all()
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("products", [HYBRID, ALL_E4M3])
+@each("value", [math.inf, -math.inf, math.nan])
+@each("products", [HYBRID, ALL_E4M3])
 def test_what_is_not_finite_stays_so(products: Products, value: float) -> None:
     """Wherever an unquantised product is not finite, the 8-bit one is not either, so that overflows are detected."""
     x, weight, grad = drawn(32, 48), drawn(16, 48, seed=1), drawn(32, 16, seed=2)
@@ -146,8 +147,8 @@ def test_what_is_not_finite_stays_so(products: Products, value: float) -> None:
     assert all(torch.isfinite(call()).all() for call in calls)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("inputs", [32, 33])
+@each("dtype", [torch.bfloat16, torch.float32])
+@each("inputs", [32, 33])
 def test_weight_gradients_add_up(dtype: torch.dtype, inputs: int) -> None:
     """Weight gradients are added in the number format of the total; the first one overwrites what is there."""
     x, grad = drawn(48, inputs), drawn(48, 16, seed=1)
@@ -161,7 +162,7 @@ def test_weight_gradients_add_up(dtype: torch.dtype, inputs: int) -> None:
         assert torch.equal(total, once.to(dtype) + once)
 
 
-@pytest.mark.parametrize("sizes", [(15, 32, 48), (16, 33, 48), (16, 32, 40), (1, 16, 16), (0, 16, 16)])
+@each("sizes", [(15, 32, 48), (16, 33, 48), (16, 32, 40), (1, 16, 16), (0, 16, 16)])
 def test_other_sizes_are_left_to_the_others(sizes: tuple[int, int, int]) -> None:
     """Sizes that 8-bit products do not support are computed by torch, in all three products alike."""
     n, inputs, outputs = sizes

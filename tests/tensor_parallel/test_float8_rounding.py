@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.each import each
 from support.gpus import has_8bit_gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -54,8 +55,8 @@ def test_values_are_the_nearest(shape: tuple[int, int], dtype: torch.dtype) -> N
         assert float(maximum) == float(x.abs().max())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@each("shape", SHAPES)
+@each("dtype", [E4M3, E5M2])
 def test_the_maximum_becomes_the_largest_number(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for x in (drawn(*shape), torch.zeros(shape).bfloat16(), torch.full(shape, 2.0**-133).bfloat16()):
         rows, columns, scale = by_maximum(x, dtype)

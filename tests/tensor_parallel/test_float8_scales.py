@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.float8_runs import LAYERS, SIZES, Layout, Ran, check_bitwise, ran_all
 from support.processes import run_ranks
 from support.small_runs import train_run
@@ -67,7 +68,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@each("recipe", RECIPES, ids=str)
 def test_the_rule_in_plain_pytorch(recipe: DelayedRecipe) -> None:
     """Values and scales are bitwise those of the rule, in steps of several micro-batches, of zeros and of extremes."""
     scales, products = one_layer(recipe)
@@ -106,9 +107,9 @@ def test_an_overflow_is_limited_and_infinities_are_seen() -> None:
     limited = (x * 1e4).clamp(-x.abs().max(), x.abs().max())
     assert torch.allclose(far, products.output(limited, weight, None), rtol=0.02, atol=1e-2)
     for value in (math.inf, -math.inf, math.nan):
-        spoilt = [each.clone() for each in (x, weight, grad)]
-        for each in spoilt:
-            each[3, 5] = value
+        spoilt = [one.clone() for one in (x, weight, grad)]
+        for one in spoilt:
+            one[3, 5] = value
         assert not torch.isfinite(products.output(spoilt[0], weight, None)[3]).any()
         assert not torch.isfinite(products.weight_gradient(spoilt[2], x)[5]).any()
         products.weight = quantise_weight(spoilt[1], products.scales)
@@ -171,7 +172,7 @@ def test_what_a_checkpoint_stores() -> None:
         assert own.scales is not None and torch.equal(own.scales.scales, scales.scales)
     bomb = base64.b64encode(zlib.compress(bytes(1 << 26))).decode()
     wrong = ({"fp32": "?"}, {"tensors": 2}, {"fp32": saved["fp32"][:20]}, {"fp32": bomb}, {"history_len": "many"})
-    for broken in (None, {}, *({**saved, **each} for each in wrong)):
+    for broken in (None, {}, *({**saved, **one} for one in wrong)):
         with pytest.raises(DamageError, match=PROGRESS_KEY):
             scales.restore(broken)
 

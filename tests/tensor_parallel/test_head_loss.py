@@ -63,7 +63,7 @@ def test_chunks_of_rows(num_rows: int, most: int, num_parts: int, lengths: list[
     assert [rows.stop - rows.start for rows in row_chunks(num_rows, most, num_parts)] == lengths
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
+@each("num_parts", [1, 2, 3, 8])
 def test_chunks_are_equal_up_to_a_step_and_within_the_limit(num_parts: int) -> None:
     """For many sizes: every row once, whole steps but in one chunk, the longest first, few more than the fewest."""
     for num_rows in (1, 2, 63, 64, 65, 257, 999, 1024, 4095, 20001):
@@ -239,10 +239,10 @@ def joined(results: list[Found]) -> list[Found]:
     return [found._replace(grad_x=whole) for found in results]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 7, 1000])
-@pytest.mark.parametrize("vocab_size", VOCABULARIES)
-@pytest.mark.parametrize("size", [2, 3])
+@each("masked", [False, True])
+@each("rows", [1, 3, 7, 1000])
+@each("vocab_size", VOCABULARIES)
+@each("size", [2, 3])
 def test_split_losses_and_gradients_are_plain_torchs(size: int, vocab_size: int, rows: int, masked: bool) -> None:
     case = draw(vocab_size, tokens=7 * size, masked=masked)
     results = run_threads(size, lambda axis: chunked_parts(case, axis, rows))
@@ -317,7 +317,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
+@each(
     ("x_wants", "weight_wants", "grad_enabled", "products", "reductions"),
     [
         (True, True, True, 3, 3),

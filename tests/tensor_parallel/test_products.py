@@ -1,6 +1,5 @@
 """Tests of torch's own three products of a linear layer."""
 
-import pytest
 import torch
 from support.each import each
 from support.linear_products import SHAPES, check_products, check_shapes, operands
@@ -25,7 +24,7 @@ def test_sums_are_made_in_the_precision_of_the_total() -> None:
     assert total.tolist() == [[257.0] * 3] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [5, 1, 0])
+@each("dtype", [torch.float64, torch.bfloat16], ids=str)
+@each("rows", [5, 1, 0])
 def test_shapes_without_memory(rows: int, dtype: torch.dtype) -> None:
     check_shapes(TORCH, rows, dtype)

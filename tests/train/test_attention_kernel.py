@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from support.small_runs import core_on_rank, reference_batch, tiny_run
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, list_flash_attention_impls
@@ -55,7 +56,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", list(KERNELS))
+@each("name", list(KERNELS))
 def test_a_name_is_taken_at_its_word(name: str) -> None:
     assert choose_kernel(name, on(CPU), list) == choose_kernel(name, on(GPU), list) == name
 
@@ -114,7 +115,7 @@ def test_flash_is_no_candidate_where_there_is_a_mask() -> None:
     assert attention_call(tiny_run(reset_attention_mask=True), GPU).is_masked
 
 
-@pytest.mark.parametrize(("kernel", "is_flash"), [(None, True), ("flash", True), ("fused", True), ("unfused", False)])
+@each(("kernel", "is_flash"), [(None, True), ("flash", True), ("fused", True), ("unfused", False)])
 def test_what_is_preferred_computes(kernel: str | None, is_flash: bool) -> None:
     """The preferred kernel computes; a CPU has flash and plain products, and a kernel that it lacks is skipped."""
     query = torch.randn(SHAPE)
@@ -153,7 +154,7 @@ def test_operands_have_the_strides_of_the_model() -> None:
         assert ours.requires_grad and ours.untyped_storage().data_ptr() == mine[0].untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize(
+@each(
     ("wanted", "settings", "computing"),
     [
         ("flash", {}, "flash"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import training
+from support.each import each
 from support.models import pieces
 from support.processes import run_ranks
 from support.small_runs import CPU, EOD, core_on_rank, owned_boxes, tiny_run
@@ -84,7 +85,7 @@ def test_a_new_run_from_old_weights_may_have_another_seed(saved: Path) -> None:
 # --- pure parts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("vocab_size", "divisible_by", "tp", "rows"),
     [(29, 1, 1, 29), (29, 1, 2, 30), (29, 8, 1, 32), (50257, 128, 1, 50304), (50257, 128, 2, 50432), (32, 8, 4, 32)],
 )
@@ -141,7 +142,7 @@ def test_batches_are_pinned_for_gpus_only() -> None:
         assert batch_layout(tiny_run(), replace(mesh, device=torch.device(device)), EOD).pins is pins
 
 
-@pytest.mark.parametrize(("precision", "checks"), [("fp16", True), ("bf16", False), ("fp32", False), ("fp64", False)])
+@each(("precision", "checks"), [("fp16", True), ("bf16", False), ("fp32", False), ("fp64", False)])
 def test_only_fp16_looks_for_overflow_unless_it_is_told_to(precision: str, checks: bool) -> None:
     config = tiny_run(precision=precision)
     assert step_context(config, core_on_rank(0, config)).checks_overflow is checks

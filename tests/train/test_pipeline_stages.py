@@ -2,6 +2,7 @@
 
 import pytest
 from support.configs import make_run
+from support.each import each
 
 from megazero.activations.assemble import configured_plan
 from megazero.parallel.layer_split import Chunk
@@ -44,7 +45,7 @@ def test_chunks_take_turns() -> None:
     assert (plan.schedule, plan.num_stages, plan.num_chunks, plan.stage) == ("interleaved", 2, 2, 1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("schedule", "stage", "number"),
     [("1f1b", 0, 4 * 2), ("1f1b", 3, 2), ("gpipe", 0, 8 * 2), ("zero-bubble", 3, 4 * 2)],
 )

@@ -114,9 +114,7 @@ def test_the_number_of_steps_is_taken_from_the_words(words: list[str], steps: in
     assert split_verify_steps(words) == (steps, rest, ())
 
 
-@pytest.mark.parametrize(
-    "words", [["--verify-steps"], ["--verify-steps", "0"], ["--verify-steps=x"], ["--verify-steps", "-1"]]
-)
+@each("words", [["--verify-steps"], ["--verify-steps", "0"], ["--verify-steps=x"], ["--verify-steps", "-1"]])
 def test_a_number_that_is_none_is_a_problem(words: list[str]) -> None:
     own = split_verify_steps([*words, "--bf16"])
     assert own.rest == ["--bf16"]

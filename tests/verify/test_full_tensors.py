@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.each import each
 from support.small_runs import core_on_rank, tiny_run
 
 from megazero.data.loader import build_step_batch
@@ -11,7 +12,7 @@ from megazero.train.step import StepControls, training_step
 from megazero.verify.full_tensors import OwnedTensors, digest
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@each("stage", [0, 1, 2, 3])
 def test_one_process_owns_everything(stage: int) -> None:
     config = tiny_run(zero_stage=stage, gradient_predivide_factor=4.0)
     core = core_on_rank(0, config)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
@@ -104,7 +105,7 @@ def test_a_single_process_is_compared_too() -> None:
     assert report.agrees and len(report.steps) == 3 and "ZeRO stage 1" in next(iter(report.lines()))
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "loss", "given", "message"),
     [
         (lambda: [1], loss_of, batches(2), "returns list"),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from support.each import each
 
 from megazero.errors import ConfigError
 from megazero.verify.user_file import functions_of, split_place
@@ -29,7 +30,7 @@ def test_all_names_that_are_not_there_are_told(file: Path) -> None:
     assert first.given.endswith(":mak") and first.legal == "make" and "NUMBER, which is a int" in second.given
 
 
-@pytest.mark.parametrize("place", ["case.py", "case.py:", "case.py:a b", "none.py:make"])
+@each("place", ["case.py", "case.py:", "case.py:a b", "none.py:make"])
 def test_a_place_that_is_none_is_refused(place: str) -> None:
     with pytest.raises(ConfigError):
         split_place(place)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-import pytest
+from support.each import each
 
 from megazero.parallel.topology import Topology
 from megazero.verify.verdict import (
@@ -78,7 +78,7 @@ def test_the_first_difference_is_the_first_step_s_first_parameter() -> None:
     assert lines[-1] == "    step 1 agrees: the update of weights at its end, or their exchange between ranks"
 
 
-@pytest.mark.parametrize(
+@each(
     ("wrong", "expected"),
     [
         (("embedding",), "parameters shared by the first and the last pipeline stage differ"),
@@ -141,7 +141,7 @@ def test_weights_are_looked_at_last() -> None:
     assert not copies.agrees and "the data-parallel copies" in copies.first_difference()
 
 
-@pytest.mark.parametrize(
+@each(
     ("here", "one", "agrees"),
     [
         (1.0, 1.0 + 1e-10, True),
@@ -157,7 +157,7 @@ def test_figures(here: float, one: float, agrees: bool) -> None:
     assert Figure(here, one).agrees is agrees
 
 
-@pytest.mark.parametrize(
+@each(
     ("largest", "scale", "agrees"),
     [(0.0, 0.0, True), (1e-10, 1.0, True), (1e-8, 1.0, False), (1e-30, 0.0, False), (math.inf, 1.0, False)],
 )

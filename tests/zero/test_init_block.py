@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.each import each
 from support.irregular_model import alone, engine_around
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", sorted(TOUCHES.keys() - {"detach"}))  # which lists a name and a shape, for state_dict
+@each("call", sorted(TOUCHES.keys() - {"detach"}))  # which lists a name and a shape, for state_dict
 def test_after_the_block(call: str) -> None:
     with Init():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))

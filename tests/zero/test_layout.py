@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.each import each
 from support.flat_layout import padded_numel
 from support.irregular_model import alone, engine_around
 from torch import nn
@@ -210,7 +211,7 @@ def test_by_default_reductions_grow_with_the_ranks_and_a_given_limit_holds(
     assert reduction_limit(partitions, limit) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("partitions", "reduced", "gathered", "expected"),
     [
         (8, None, None, 2**24),
@@ -322,7 +323,7 @@ def test_buckets_are_numbered_through_the_model() -> None:
     assert layout.max_reduced_numel == 16
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@each("stage", [0, 1, 2, 3])
 def test_a_step_computes_nothing_of_the_layout_anew(stage: int) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(5, 5, dtype=torch.float64) for _ in range(4)))

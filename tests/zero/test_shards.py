@@ -99,8 +99,8 @@ def test_resident_gradients_are_where_autograd_adds() -> None:
     assert float(again.sum()) == model.get_parameter("first.weight").numel()
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@each("precision", ["fp64", "bf16"])
+@each("stage", [0, 1, 2, 3])
 def test_kept_gradients_fill_one_arena(stage: int, precision: str) -> None:
     model, shards = make_shards(stage, precision, rank=1)
     _, plain = make_shards(stage, precision, rank=1, arena=False)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.each import each
 from torch import nn
 
 import megazero
@@ -43,7 +44,7 @@ def test_a_library_step_has_the_figures_of_torchs_own_optimizer() -> None:
     assert len(found) == 12 + 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("kinds", "missing"),
     [
         (("exp_avg", "exp_avg_sq"), ()),

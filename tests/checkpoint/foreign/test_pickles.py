@@ -29,7 +29,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@each("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_plain_values_are_what_python_reads(protocol: int) -> None:
     value: Any = PLAIN if protocol > 2 else {**PLAIN, "text": PLAIN["text"][:3]}  # bytes are a call there
     value = {**value, "buffer": bytearray(b"ab")} if protocol == 5 else value

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support import reference
 from support.checkpoints import run_config, save_checkpoint
+from support.each import each
 from support.families import FAMILIES as SETTINGS
 from support.models import small_config
 from support.training import shape_of
@@ -117,7 +118,7 @@ def test_every_parameter_has_one_row() -> None:
         assert sorted(ours) == sorted(shapes) and len(set(theirs)) == len(theirs)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "told"),
     [
         ({"squared_relu": True}, "activation squared_relu"),

@@ -1,6 +1,7 @@
 """Tests of what becomes of an error: whose it is, what is printed, and the exit status of the job."""
 
 import pytest
+from support.each import each
 from torch.distributed import HashStore
 
 from megazero.comm.faults.flight_record import FlightRecord
@@ -23,7 +24,7 @@ def chained(first: Exception, second: Exception) -> Exception:
         return error
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "is_lost"),
     [
         (RuntimeError(LOST), True),

@@ -71,7 +71,7 @@ def as_choice(made: Translation) -> OptimizerChoice:
     return optimizer_choice(OptimizerConfig(**values))
 
 
-@pytest.mark.parametrize(
+@each(
     "optimizer",
     [
         {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.25, "nesterov": True, "weight_decay": 0.1}},

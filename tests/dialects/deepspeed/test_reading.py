@@ -135,7 +135,7 @@ def test_parameters_are_kept_for_whoever_knows_the_type(path: str) -> None:
     assert of(path, {"anything": 1}).params == {path: {"anything": 1}}
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "value"),
     [
         ("zero_optimization.offload_optimizer", None),
@@ -227,7 +227,7 @@ def test_messages(path: str, value: Any, given: str, legal: str) -> None:
     assert problem.given.startswith(f"ds.json: {given}") and legal in problem.legal and problem.rule
 
 
-@pytest.mark.parametrize("value", [1, "true", "on", "True"])
+@each("value", [1, "true", "on", "True"])
 def test_a_switch_is_on_by_any_word_for_it(value: Any) -> None:
     assert only(of("comet.enabled", value)).rule.startswith("refused: ")
     assert only(of("zero_optimization.legacy_stage1", value)).rule.startswith("refused: ")

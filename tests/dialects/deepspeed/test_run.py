@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.each import each
 
 from megazero.command_line.parse import ParsedRun, parse
 from megazero.config.engine_sections import ActivationConfig, ZeroConfig
@@ -187,7 +188,7 @@ def test_a_count_is_idle_unless_file_or_flags_ask_for_an_arena() -> None:
 # --- file and flags --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "flags"),
     [
         ({"zero_optimization": {"stage": 2}}, "--zero-stage 2"),
@@ -209,7 +210,7 @@ def test_the_same_said_twice_is_fine(content: dict[str, Any], flags: str) -> Non
     run(content, f"{SIZED} {flags}")
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "flags", "given"),
     [
         (
@@ -296,7 +297,7 @@ def test_a_resolved_configuration_says_it_all() -> None:
 # --- batch -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "flags", "world_size", "micro", "train"),
     [
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, "", 8, 2, 48),
@@ -352,7 +353,7 @@ def test_all_findings_come_together() -> None:
     assert {"csv_monitor", "--lr x", "--num-layers is missing"} <= given
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "flags", "given"),
     [
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 1.0}}}, "", "max_grad_norm: 1.0"),
@@ -453,7 +454,7 @@ def test_the_pieces_need_no_file() -> None:
     assert settings["global_batch_size"].source == "ds: train_batch_size 24, which follows on 3 processes"
 
 
-@pytest.mark.parametrize(
+@each(
     ("fp16", "flags", "scale", "told"),
     [
         ({"initial_scale_power": 15}, "--loss-scale 15", None, "fp16.loss_scale: 0 (DeepSpeed's default), as in"),

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import pytest
 from support.each import each
 
 from megazero.config.choices import OptimizerChoice, SchedulerChoice
@@ -73,7 +72,7 @@ def problems(content: dict[str, Any]) -> list[Problem]:
     return parts(content)[1].diagnostics.problems
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@each("name", PUBLISHED)
 def test_published_configurations_load(name: str) -> None:
     assert parts(PUBLISHED[name])[1].diagnostics.problems == []
 
@@ -126,7 +125,7 @@ def test_nothing_said_is_stage_0_in_fp32() -> None:
     assert made.zero.communication_data_type == "auto"
 
 
-@pytest.mark.parametrize(("stage", "overlaps"), [(0, False), (1, False), (2, False), (3, True)])
+@each(("stage", "overlaps"), [(0, False), (1, False), (2, False), (3, True)])
 def test_without_a_word_communication_overlaps_in_stage_3(stage: int, overlaps: bool) -> None:
     assert parts({"zero_optimization": {"stage": stage}})[0].zero.overlap_comm is overlaps
     assert parts({"zero_optimization": {"stage": stage, "overlap_comm": None}})[0].zero.overlap_comm is overlaps
@@ -172,7 +171,7 @@ def test_the_loss_scale() -> None:
     assert parts({"fp16": {"enabled": False, "loss_scale": 128}})[0].precision == PrecisionConfig()
 
 
-@pytest.mark.parametrize(
+@each(
     ("params", "kind", "chosen"),
     [
         ({}, "Adam", "AdamW"),

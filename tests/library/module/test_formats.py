@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
@@ -94,8 +95,8 @@ def train_plain(precision: str) -> dict[str, Tensor]:
     return masters | dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", range(4))
+@each("precision", ["bf16", "fp16"])
+@each("stage", range(4))
 def test_kept_formats_train_as_in_plain_torch(stage: int, precision: str) -> None:
     found = train(make_mesh(Topology(), 0, CPU, FusedBuffers(0, CPU)), stage, precision)
     torch.testing.assert_close(found, train_plain(precision), rtol=1e-6, atol=1e-7)
@@ -138,7 +139,7 @@ class Named(Net):
     _keep_in_fp32_modules_strict: ClassVar = {"last.weight"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "wide"),
     [
         (torch.bfloat16, {"last.weight"}),

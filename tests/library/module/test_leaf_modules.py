@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.each import each
 from support.irregular_model import alone
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
@@ -253,7 +254,7 @@ def test_leaves_are_units_in_stage_3_only() -> None:
 Pick = Callable[[Mixture], nn.Module]
 
 
-@pytest.mark.parametrize(
+@each(
     ("leaf", "unit", "consumer"),
     [
         (lambda m: m.layers[0], "layers.0", "layers.0"),

@@ -162,7 +162,7 @@ def shapes_of_a_step(layer: nn.Module, x: Tensor) -> set[torch.Size]:
     return sizes.shapes
 
 
-@pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (2, 1), (4, 2), (4, 5)])
+@each(("in_splits", "out_splits"), [(1, 1), (2, 1), (4, 2), (4, 5)])
 def test_working_memory_shrinks_with_the_tiles(in_splits: int, out_splits: int) -> None:
     """No tensor of a step is larger than a tile's weight, down to 1 / (in_splits * out_splits) of the whole weight."""
     layer = TiledLinear(48, 40, in_splits=in_splits, out_splits=out_splits)
@@ -260,7 +260,7 @@ def test_splits_out_of_range(splits: dict[str, int], given: list[str]) -> None:
     assert [problem.given for problem in caught.value.problems] == given
 
 
-@pytest.mark.parametrize(
+@each(
     ("already_split", "widths"),
     [(True, [7]), (True, [6, 7]), (True, [7, 6, 1]), (False, [7, 6]), (True, []), (False, [])],
 )

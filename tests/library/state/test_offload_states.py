@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from torch import Tensor, nn
 
 import megazero
@@ -36,7 +37,7 @@ def train(engine: DataParallelEngine, step: int) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize(
+@each(
     ("stage", "optimizer", "include"),
     [
         (0, "AdamW", ALL),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -214,10 +215,10 @@ def skipping(rank: int, kind: str, stage: int, folder: str) -> None:
     given.load_state_dict(plain.state_dict())
     given.optimizer.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
     expected = go(plain, plain_optimizer, 4, 9)
-    for each in (engine, loaded, given):
-        close(go(each, each.optimizer, 4, 9), expected)
-        same_state(each.optimizer.state_dict(), plain_optimizer.state_dict())
-        each.close()
+    for one in (engine, loaded, given):
+        close(go(one, one.optimizer, 4, 9), expected)
+        same_state(one.optimizer.state_dict(), plain_optimizer.state_dict())
+        one.close()
 
 
 @pytest.mark.gloo
@@ -258,7 +259,7 @@ def test_a_state_that_does_not_fit_changes_nothing(change: str, told: str) -> No
 # --- the options ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "given"), [(0, False), (1, True), (2, False), (3, False), (3, True)])
+@each(("stage", "given"), [(0, False), (1, True), (2, False), (3, False), (3, True)])
 def test_options_and_torchs_schedules_act_at_the_next_step(stage: int, given: bool) -> None:
     engine, (model, optimizer) = engine_of(stage, given=given), plain_of(given=given)
     with warnings.catch_warnings():
@@ -270,8 +271,8 @@ def test_options_and_torchs_schedules_act_at_the_next_step(stage: int, given: bo
             for schedule in schedules:
                 schedule.step()
     assert engine.get_lr() == schedules[0].get_last_lr() == schedules[1].get_last_lr()
-    for each in (engine.optimizer, optimizer):
-        each.param_groups[-1] |= {"lr": 0.5, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.7, "maximize": True}
+    for one in (engine.optimizer, optimizer):
+        one.param_groups[-1] |= {"lr": 0.5, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.7, "maximize": True}
     train(engine, 3)
     train_plain(model, optimizer, 3)
     assert engine.get_lr()[-1] == 0.5 and len(engine.get_lr()) == 1 + given

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.processes import run_ranks
 from torch import Tensor, nn
 
@@ -97,7 +98,7 @@ def test_the_program_and_the_model_are_told_the_length() -> None:
     run_ranks(1, lengths_on_rank)
 
 
-@pytest.mark.parametrize(
+@each(
     ("section", "given"),
     [
         ({"curriculum_learning": {**SECTION, "max_difficulty": 5}}, "difficulty 2 4 6"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -155,7 +156,7 @@ def test_ways_to_one_step(stage: int) -> None:
             close(way, expected)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_no_pass_of_autograd_grad(stage: int) -> None:
     """A gradient penalty is trained: derivatives by the input, then a pass through them that alone counts."""
     engine = make_engine(stage)
@@ -183,7 +184,7 @@ def test_gradients_of_gradients(stage: int) -> None:
     close(weights(engine), after_sgd((0, 0.5), (1, 0.5)))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_parts_of_the_model_called_by_themselves(stage: int) -> None:
     engine = make_engine(stage)
     hidden = engine.module[1](engine.module[0](batch()))
@@ -193,7 +194,7 @@ def test_parts_of_the_model_called_by_themselves(stage: int) -> None:
     close(weights(engine), after_sgd((0, 1.0)))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_a_graph_used_twice_is_two_passes(stage: int) -> None:
     engine = make_engine(stage, accumulation=2)
     loss = loss_of(engine)
@@ -203,8 +204,8 @@ def test_a_graph_used_twice_is_two_passes(stage: int) -> None:
     close(weights(engine), after_sgd((0, 1.5)))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
+@each("reentrant", [True, False])
+@each("stage", STAGES)
 def test_recomputation_around_the_engine(stage: int, reentrant: bool) -> None:
     engine = make_engine(stage)
     x = batch().requires_grad_()
@@ -227,7 +228,7 @@ class RecomputedEnd(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_passes_inside_a_plain_pass(stage: int) -> None:
     config = {
         "zero": {"zero_stage": stage},
@@ -381,7 +382,7 @@ def test_a_step_after_other_engines_passes_only() -> None:
     generator.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_zero_grad_throws_away_the_step_so_far(stage: int) -> None:
     engine = make_engine(stage, accumulation=2)
     engine.zero_grad()
@@ -408,7 +409,7 @@ def test_zero_grad_after_every_early_step_is_refused(engine: DataParallelEngine)
             engine.zero_grad()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_inference_between_steps(stage: int) -> None:
     engine, plain = make_engine(stage, accumulation=2), make_model()
     for seed in (0, 1):
@@ -419,7 +420,7 @@ def test_inference_between_steps(stage: int) -> None:
     close(weights(engine), after_sgd((0, 0.5), (1, 0.5)))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_a_backward_that_fails_is_forgotten(stage: int) -> None:
     engine = make_engine(stage)
 
@@ -435,7 +436,7 @@ def test_a_backward_that_fails_is_forgotten(stage: int) -> None:
     close(weights(engine), after_sgd((0, 1.0)))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_a_backward_that_fails_half_way_is_forgotten(stage: int) -> None:
     """A pass that fails after some gradients have come leaves no trace."""
     engine = make_engine(stage)
@@ -474,7 +475,7 @@ def test_a_step_needs_a_pass_that_counts(engine: DataParallelEngine) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_a_complete_step_takes_no_further_pass(stage: int) -> None:
     engine = make_engine(stage)
     engine.backward(loss_of(engine))
@@ -486,7 +487,7 @@ def test_a_complete_step_takes_no_further_pass(stage: int) -> None:
     close(weights(engine), after_sgd((0, 1.0)))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_a_plain_pass_too_many_starts_the_step_over(stage: int) -> None:
     """The pass is refused when its first gradients have been added already, so the step starts over."""
     engine = make_engine(stage)
@@ -498,7 +499,7 @@ def test_a_plain_pass_too_many_starts_the_step_over(stage: int) -> None:
     close(weights(engine), after_sgd((2, 1.0)))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_fp16_wants_the_scale(stage: int) -> None:
     engine = make_engine(stage, precision="fp16")
     x = batch().half()
@@ -530,8 +531,8 @@ def test_close_takes_the_hooks_off() -> None:
     assert not (engine.module._forward_hooks or engine.module._forward_pre_hooks)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@each("stage", STAGES)
+@each("where", ["forward", "backward"])
 def test_an_interrupted_pass_is_forgotten(stage: int, where: str) -> None:
     """A pass that Ctrl-C interrupts leaves no trace, although torch calls no hooks then."""
     engine = make_engine(stage)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.each import each
 from torch import Tensor, nn
 
 import megazero
@@ -157,7 +158,7 @@ def test_a_schedule_without_an_increase_leaves_weight_decay_alone() -> None:
 PLAIN = {"lr_warmup_iters": 1, "lr_decay_iters": 9}
 
 
-@pytest.mark.parametrize(
+@each(
     ("params", "changes", "given", "legal"),
     [
         ({"lr_warmup_iters": 1, "lr_decay_samples": 9}, {}, "lr_warmup_iters: 1", "lr_warmup_samples"),

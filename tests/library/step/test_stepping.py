@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.each import each
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
@@ -66,8 +67,8 @@ def by_hand(precision: str, steps: int, scale: float) -> tuple[list[Tensor], lis
     return [p.detach() for p in model.parameters()], norms
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(
+@each("stage", range(4))
+@each(
     ("precision", "options"),
     [("fp32", {}), ("bf16", {}), ("fp16", {"loss_scale": 1024.0}), ("fp16", {"initial_loss_scale": 512.0})],
     ids=str,

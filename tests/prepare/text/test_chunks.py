@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.each import each
 from support.input_files import chunks_of, packed, small_chunks, texts_of
 
 from megazero.prepare.text.chunks import DocumentRules, LineBlock, LineRange, Records, Shard, find_chunks, rule_problems
@@ -200,7 +201,7 @@ def test_shards_one_after_the_other_are_the_whole(mixed: list[Path], num_shards:
         assert num_shards == 1 or max(map(len, shards)) < len(whole)
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [0, 0], [5], [0, 5], [5, 0, 0], [1, 1, 1], [0, 0, 100, 3, 0]])
+@each("sizes", [[], [0], [0, 0], [5], [0, 5], [5, 0, 0], [1, 1, 1], [0, 0, 100, 3, 0]])
 def test_every_file_belongs_to_one_shard(sizes: list[int]) -> None:
     """Each file belongs to exactly one shard, even one of unknown size, such as a pipe, at any place."""
     total = sum(sizes)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 
 from megazero.data.tokenizers import ByteTokenizer, TokenizerSpec
 from megazero.errors import DataError
@@ -49,7 +50,7 @@ def test_against_a_plain_loop(texts: list[str], limit: int, append_eod: bool) ->
     assert encoded.input_bytes == 77 and encoded.bad_lines == []
 
 
-@pytest.mark.parametrize("size", [257, 65_499, 65_500, 200_000])
+@each("size", [257, 65_499, 65_500, 200_000])
 def test_lists_and_arrays_of_any_type_become_the_corpus_type(size: int) -> None:
     class Many(ByteTokenizer):
         vocab_size = size

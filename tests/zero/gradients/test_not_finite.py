@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.each import each
 from support.processes import mesh_in_worker
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -35,7 +36,7 @@ FAULTS: dict[str, Plant] = {
 }
 
 
-@pytest.mark.parametrize("expected", FAULTS)
+@each("expected", FAULTS)
 def test_the_first_value_is_found(expected: str) -> None:
     model, watch = watched()
     FAULTS[expected](model)
@@ -82,7 +83,7 @@ def test_an_earlier_micro_batch_counts_though_it_is_computed_later() -> None:
 F = Finding(1, False, 4, 7, "the output of layers.4", "layers.4")
 
 
-@pytest.mark.parametrize(
+@each(
     "later",
     [
         replace(F, micro_batch=2),

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.each import each
 from support.irregular_model import Options, batch, full_state, loss_of, make_engine, train_engine
 from support.late_communicator import LateCommunicator
 from support.processes import mesh_in_worker, run_ranks
@@ -201,7 +202,7 @@ def layout_of(units: list[list[int]], bucket: int) -> FlatLayout:
     return build_layout([Unit(str(i), tuple(group)) for i, group in enumerate(names)], placed, LayoutRules(1, bucket))
 
 
-@pytest.mark.parametrize(
+@each(
     ("units", "max_in_flight", "expected"),
     [
         ([[16], [16], [16]], 2, 3),  # two in flight when the third opens

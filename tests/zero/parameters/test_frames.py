@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.each import each
 from support.irregular_model import (
     alone,
     engine_around,
@@ -181,7 +182,7 @@ def used_in_two_recomputations(m: Parts, x: Tensor) -> Tensor:
     return checkpoint(m.a, checkpoint(m.a, x, use_reentrant=True), use_reentrant=True)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@each("zero_stage", [0, 1, 2, 3])
 def test_a_gradient_that_comes_in_two_pieces_is_refused(zero_stage: int) -> None:
     """Each reentrant recomputation has its own backward; the gradient's first piece may already be in reduction."""
     model = make(used_in_two_recomputations)
@@ -244,7 +245,7 @@ def alive() -> int:
     return sum(1 for one in gc.get_objects() if isinstance(one, Tensor))
 
 
-@pytest.mark.parametrize(
+@each(
     "operation",
     [torch.tanh, lambda x: x.softmax(-1), attends, lambda x: x.t().exp().t(), lambda x: x.exp()[:, ::2].repeat(1, 2)],
     ids=["tanh", "softmax", "attention", "a view's output", "a view of the output"],
@@ -272,8 +273,8 @@ def changes_the_base_of_what_was_saved(x: Tensor) -> Tensor:
     return x * z
 
 
-@pytest.mark.parametrize("operation", [changes_what_was_saved, changes_the_base_of_what_was_saved])
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@each("operation", [changes_what_was_saved, changes_the_base_of_what_was_saved])
+@each("zero_stage", [2, 3])
 def test_a_saved_tensor_that_changes_in_place_is_an_error(operation: Body, zero_stage: int) -> None:
     """As in plain torch; with any hooks of saved tensors torch itself leaves the check out."""
     model = Saving(operation).double()

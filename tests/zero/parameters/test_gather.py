@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.each import each
 from support.irregular_model import alone, engine_around, owned_gradient, released_memory_is_nan, take_step
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
@@ -151,7 +152,7 @@ AHEAD = {
 }
 
 
-@pytest.mark.parametrize("window", AHEAD)
+@each("window", AHEAD)
 def test_what_is_gathered_ahead(window: int) -> None:
     """Uses of gathered units count towards the prefetch window, and the window ends with the pass.
 
@@ -248,7 +249,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("distance", KEPT)
+@each("distance", KEPT)
 def test_what_is_kept_for_its_next_use(distance: int) -> None:
     diary = Diary(prefetch_bucket_size=0, max_reuse_distance=distance)
     diary.step()

@@ -83,7 +83,7 @@ HARMLESS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", HARMLESS)
+@each("what", HARMLESS)
 def test_what_stays_may_be_read(what: str) -> None:
     plain = nn.Parameter(torch.arange(6.0).view(2, 3))
     keeper = Keeper()
@@ -223,7 +223,7 @@ READS: dict[str, Callable[[Awkward], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", READS)
+@each("call", READS)
 def test_outside_a_forward_the_user_is_told_what_to_do(call: str) -> None:
     model = make_model()
     engine = engine_around(model, alone())
