@@ -148,6 +148,8 @@ def _raw_value(origin: str, key: str, value: Any, kind: Origin) -> RawValue:
 
 def _in_line(value: Any) -> str:
     """Return the value as YAML on one line."""
+    if type(value) is int:  # most values are; a file has over a hundred
+        return str(value)
     dumped = yaml.dump(value, Dumper=_DUMPER, default_flow_style=True, width=1 << 20, allow_unicode=True)
     return dumped.removesuffix("\n").removesuffix("\n...")
 
