@@ -62,7 +62,7 @@ MOST_IDLE_MESHES = 32  # meshes that all workers of a pool may keep while anothe
 GRACE_SECONDS = 5.0  # how long the other ranks may go on after one has failed
 STACK_SIGNAL = signal.SIGUSR2
 SCRATCH_BYTES = 1 << 24
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "support.training"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "pytest", "support.training"]
 
 
 class RankFailure(AssertionError):
