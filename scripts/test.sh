@@ -12,14 +12,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 install=yes
-extra=0
 selected=()
 while (($#)); do
     case "$1" in
     --no-install) install=no ;;
     --fast)
         selected=(-m "pure and not long")
-        extra=1
         ;;
     *) break ;;
     esac
@@ -60,10 +58,9 @@ types="$(mktemp)"
 nice -n 19 "$python" -m mypy >"$types" 2>&1 &
 checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
-# Files are dealt out to a few processes of pytest: each has ranks of its own, so more of them take much memory.  Without
-# ranks there is one more than there are cores, since tests wait for disks and for programs that they start.
+# Files are dealt out to a process of pytest for each core, up to four: each imports all tests, and has ranks of its own.
 cores="$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
-phase "pytest" "$python" -m pytest --numprocesses "$((cores + extra))" --maxprocesses 4 --dist loadfile \
+phase "pytest" "$python" -m pytest --numprocesses "$cores" --maxprocesses 4 --dist loadfile \
     --no-loadscope-reorder --durations 20 ${selected[@]+"${selected[@]}"} "$@"
 
 verdict_on_types() {
