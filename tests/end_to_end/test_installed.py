@@ -37,8 +37,17 @@ def test_a_wheel_preprocesses_trains_resumes_generates_and_exports(tmp_path: Pat
     environment = {**kept, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
     def run(*words: str) -> str:
+        return printed(str(installed / "bin" / "megazero"), *words)
+
+    def run_one_after_another(*commands: list[str]) -> str:
+        program = "import sys\nfrom megazero.command import run\n"
+        for words in commands:
+            program += f"sys.argv[1:] = {words!r}\nassert run() == 0\n"
+        return printed("-c", program)
+
+    def printed(*words: str) -> str:
         done = subprocess.run(
-            [sys.executable, str(installed / "bin" / "megazero"), *words],
+            [sys.executable, *words],
             cwd=folder,
             env=environment,
             capture_output=True,
@@ -50,12 +59,16 @@ def test_a_wheel_preprocesses_trains_resumes_generates_and_exports(tmp_path: Pat
         return done.stdout
 
     (folder / "text.jsonl").write_text(json.dumps({"text": "a plain text, again and again " * 40}) + "\n")
-    run("preprocess", "--input", "text.jsonl", "--output-prefix", "corpus", "--tokenizer-type", "ByteTokenizer")
+    prepared = ["--input", "text.jsonl", "--output-prefix", "corpus", "--tokenizer-type", "ByteTokenizer"]
     data = {"--mock-data": None, "--data-path": "corpus_text_document", "--tokenizer-type": "ByteTokenizer"}
     sizes = {"--vocab-size": None, "--split": "1,0,0", "--lr": "1e-3", "--save": "run", "--load": "run"}
     flags = command_line({**SMALL_RUN, **data, **sizes, "--zero-stage": "2"})
+    run("preprocess", *prepared)
     assert "data 2 x tensor 1 = 2 ranks" in run("pretrain", "--processes", "2", *flags)
-    assert "saved checkpoint of iteration 6 " in run("pretrain", *flags, "--train-iters", "6")
-    assert run("generate", "--load", "run", "--prompt", "a plain", "--max-new-tokens", "3").startswith("a plain")
-    run("convert", "export", "--load", "run", "--output", "exported")
+    told = run_one_after_another(
+        ["pretrain", *flags, "--train-iters", "6"],
+        ["generate", "--load", "run", "--prompt", "a plain", "--max-new-tokens", "3"],
+        ["convert", "export", "--load", "run", "--output", "exported"],
+    )
+    assert "saved checkpoint of iteration 6 " in told and "\na plain" in told
     assert all((folder / "exported" / name).is_file() for name in ("config.json", "tokenizer.json"))

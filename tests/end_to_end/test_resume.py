@@ -84,14 +84,17 @@ HOMES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 2), ("fp16", 3)])
-def test_resuming_is_bitwise(tmp_path: Path, precision: str, stage: int) -> None:
+@pytest.mark.parametrize(("precision", "stage", "tp", "dp"), [("fp32", 1, 1, 2), ("bf16", 2, 2, 2), ("fp16", 3, 1, 2)])
+def test_resuming_is_bitwise(tmp_path: Path, precision: str, stage: int, tp: int, dp: int) -> None:
     first, second = HOMES[precision]
-    common = {"tensor_model_parallel_size": 2, "zero_stage": stage, "precision": precision, **PRECISIONS[precision]}
+    common = {"tensor_model_parallel_size": tp, "zero_stage": stage, "precision": precision, **PRECISIONS[precision]}
     through, halves = files(tmp_path / "through"), files(tmp_path / "halves")
     half, whole = (FP16_HALF, FP16_WHOLE) if precision == "fp16" else (HALF, WHOLE)
     reasons = train_on(
-        4, {**common, **through}, {**common, **halves, **first, "exit_interval": half}, {**common, **halves, **second}
+        tp * dp,
+        {**common, **through},
+        {**common, **halves, **first, "exit_interval": half},
+        {**common, **halves, **second},
     )
     finished = f"finished {whole} iterations"
     assert reasons == [finished, f"exit interval {half} reached at iteration {half}", finished]

@@ -26,12 +26,10 @@ GRID = {
     "pp": (1, 2),
     "dp": (1, 2),
     "accumulation": (1, 4),
-    "chunks": (1, 2),
-    "schedule": ("1f1b", "interleaved", "zero-bubble"),
+    "schedule": ("1f1b", "zero-bubble"),
     "stage": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
     "recompute": ("none", "selective", "full"),
-    "home": ("device", "host"),
 }
 
 

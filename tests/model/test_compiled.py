@@ -194,7 +194,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
     ("layout", "compiled", "graphs"),
     [
         (
-            Layout({"zero_stage": 1, "reduce_bucket_size": 300}, dp=2, backend=AOT),
+            Layout({"zero_stage": 1, "reduce_bucket_size": 300}, backend=AOT),
             WHOLE,
             1,
         ),  # a block's gradients span buckets
@@ -222,7 +222,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
             PARTS,
             3,
         ),  # parameters stay outside of the graphs
-        (Layout(QWEN, backend=AOT, evaluates=True), WHOLE, 2),
+        (Layout(QWEN, evaluates=True), WHOLE, 2),
         (Layout(QWEN, tp=2, backend=AOT), PARTS, 5),
         (Layout({"position_embedding_type": "alibi", "embed_layernorm": True, "squared_relu": True}, tp=2), PARTS, 5),
     ],

@@ -161,7 +161,7 @@ def verified(layout: Layout, fault: Fault | None = None, steps: int = 2) -> Repo
     "layout",
     [
         Layout(tp=2, settings={"zero_stage": 0}),
-        Layout(dp=2, pp=2, micro=1, settings={"zero_stage": 2, "gradient_predivide_factor": 3.0}),
+        Layout(dp=2, micro=1, settings={"zero_stage": 2, "gradient_predivide_factor": 3.0}),
         Layout(tp=2, pp=2, settings={"sequence_parallel": True, "zero_stage": 1}),
         Layout(
             dp=2,

@@ -28,7 +28,7 @@ REPLICATED = [
     Cell(tp=2, dp=2, stage=3, settings={"mics_shard_size": 1, "sequence_parallel": True}),
     Cell(tp=1, pp=2, dp=2, stage=2, accumulation=4, settings={"mics_shard_size": 1}),
     Cell(tp=1, dp=4, stage=2, accumulation=2, settings={"mics_shard_size": 2, "offload_optimizer": "cpu"}),
-    Cell(tp=1, dp=4, stage=2, accumulation=2, settings={"mics_shard_size": 2, "allgather_bucket_size": 700}),
+    Cell(tp=1, dp=4, stage=2, accumulation=2, settings={"mics_shard_size": 2, "allgather_bucket_size": 2900}),
     Cell(tp=1, dp=4, stage=3, settings={"mics_shard_size": 2, "offload_param": "cpu", "reduce_scatter": False}),
 ]
 
@@ -44,17 +44,17 @@ SECONDARY = {"zero_hpz_partition_size": 4}
 # Gathers and sums in two hops, and secondary partitions, which are exact.
 NEAR = [
     Cell(tp=1, dp=4, stage=1, accumulation=2, settings=HOPS, nodes=(2, 2)),
-    Cell(tp=1, dp=4, stage=2, accumulation=2, settings={**HOPS, "allgather_bucket_size": 700}, nodes=(2, 2)),
+    Cell(tp=1, dp=4, stage=2, accumulation=2, settings={**HOPS, "allgather_bucket_size": 2900}, nodes=(2, 2)),
     Cell(tp=1, dp=4, stage=3, settings=HOPS, nodes=(2, 2)),
     Cell(tp=1, dp=4, stage=0, settings=HOPS, nodes=(2, 2)),
     Cell(tp=1, dp=4, stage=3, settings={**GATHERS, "max_live_parameters": 0}, nodes=(2, 2)),
     Cell(tp=1, dp=4, stage=3, settings=HOPS, nodes=(3, 1)),
-    Cell(tp=1, dp=4, stage=2, accumulation=2, settings={"hierarchical_collectives": "auto"}, nodes=(2, 2)),
+    Cell(tp=1, dp=4, stage=2, settings={"hierarchical_collectives": "auto"}, nodes=(2, 2)),
     Cell(tp=1, dp=4, stage=3, accumulation=2, settings={"zero_hpz_partition_size": 2}),
     Cell(tp=1, dp=4, stage=3, settings={**SECONDARY, "max_live_parameters": 0, "offload_param": "cpu"}),
     Cell(tp=1, dp=4, stage=3, settings={**HOPS, "zero_hpz_partition_size": 2, "mics_shard_size": 2}, nodes=(1, 3)),
     Cell(tp=2, dp=2, stage=3, settings={"zero_hpz_partition_size": 2, "sequence_parallel": True}),
-    Cell(tp=1, pp=2, dp=2, stage=3, accumulation=4, settings={"zero_hpz_partition_size": 2}),
+    Cell(tp=1, pp=2, dp=2, stage=3, accumulation=2, settings={"zero_hpz_partition_size": 2}),
 ]
 
 

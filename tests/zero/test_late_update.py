@@ -21,7 +21,7 @@ BOUND = 1e-9
 AT_ONCE, STEPS = 2, 7
 LATE = {"delayed_parameter_update": True, "delayed_parameter_update_start": AT_ONCE}
 HOST = {**LATE, "offload_optimizer": "cpu"}
-FILES = {**LATE, "offload_optimizer": "nvme", "sub_group_size": 700}
+FILES = {**LATE, "offload_optimizer": "nvme", "sub_group_size": 2000}
 CELLS = (
     Cell(steps=STEPS, dp=2, stage=1, settings=HOST),
     Cell(steps=STEPS, dp=2, stage=2, accumulation=2, settings=HOST),
