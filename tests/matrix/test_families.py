@@ -25,10 +25,10 @@ LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
     "qwen2": (Layout(tp=4, dp=1, stage=1), Layout(dp=2, stage=3, home="host", recompute="full")),
     "qwen3": (
         Layout(tp=2, dp=2, stage=3, sequence_parallel=True),
-        Layout(tp=4, pp=2, accumulation=4, schedule="zero-bubble", recompute="selective"),
+        Layout(tp=4, recompute="selective"),
     ),
     "bloom": (
-        Layout(tp=4, dp=2, stage=3, recompute="full"),
+        Layout(tp=2, dp=2, stage=3, recompute="full"),
         Layout(tp=2, pp=2, accumulation=4, chunks=2, stage=1, sequence_parallel=True),
     ),
     "falcon": (

@@ -42,8 +42,8 @@ class Leg(NamedTuple):
 TURNS = {"num_layers_per_virtual_pipeline_stage": 1}
 SPLIT = {"sequence_parallel": True}
 CHAINS = [
-    (Leg(2, 1, 2, 2), Leg(1, 4, 1, 0, {"pipeline_schedule": "gpipe"}), Leg(2, 2, 2, 3, SPLIT)),
-    (Leg(1, 2, 2, 3, {"zero3_reshard_after": "window"}), Leg(2, 1, 4, 1), Leg(4, 2, 1, 2)),
+    (Leg(2, 1, 2, 2), Leg(1, 4, 1, 0, {"pipeline_schedule": "gpipe"}), Leg(2, 1, 2, 3, SPLIT)),
+    (Leg(1, 2, 2, 3, {"zero3_reshard_after": "window"}), Leg(4, 1, 1, 1), Leg(1, 2, 2, 2)),
     (Leg(2, 2, 1, 1, TURNS), Leg(1, 1, 4, 3), Leg(2, 2, 2, 0, {"pipeline_schedule": "zero-bubble", **SPLIT})),
 ]
 

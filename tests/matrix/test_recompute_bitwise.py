@@ -37,12 +37,12 @@ PLAIN = [
         (3, 2, 2, 2, "fp32"),
     )
 ]
-# Every option is combined with one stage, and the last, which has the most parts, with all of them.
+# Every option is combined with one stage, and the last, which has the most parts, also with stage 3.
 CELLS = [
     (plain, option)
     for plain in PLAIN
     for index, option in enumerate(OPTIONS)
-    if index % len(PLAIN) == plain.stage or option is OPTIONS[-1]
+    if index % len(PLAIN) == plain.stage or (option is OPTIONS[-1] and plain.stage == 3)
 ]
 
 
