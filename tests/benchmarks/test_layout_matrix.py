@@ -35,6 +35,7 @@ def test_the_draw_follows_from_its_seed() -> None:
     assert {case.layout.world_size for case in drawn} == {1, 2}
 
 
+@pytest.mark.long
 def test_families_take_turns_in_layouts_that_are_legal_for_them() -> None:
     drawn = sample(40, 1, 2, FAMILIES)
     assert [case.family for case in drawn] == [*FAMILIES] * 20

@@ -271,6 +271,7 @@ def truncate(descriptor: int) -> None:
     os.ftruncate(descriptor, 1000)
 
 
+@pytest.mark.long
 @NEEDS_PROC
 @each(
     ("damage", "kind", "told"),

@@ -161,6 +161,7 @@ def test_every_pair_of_choices_is_in_the_cover() -> None:
     assert {layout.world_size for layout in (*chosen, *LARGE)} == set(SIZES)
 
 
+@pytest.mark.long
 def test_nothing_legal_is_left_out() -> None:
     """The list of legal layouts, which is built by a shorter way, holds every legal layout of the grid."""
     known, generator = frozenset(all_layouts()), random.Random(5)

@@ -160,6 +160,7 @@ def peak_kib() -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.long
 def test_the_command_of_the_page_plans_a_module(capsys: pytest.CaptureFixture[str]) -> None:
     code = block_with("docs/planning.md", "plan_module.py").text.split("<<'PY'\n")[1].split("PY\n")[0]
     for given, smaller in (("Model(8192, 32)", "Model(256, 2)"), ("2048", "64"), ("50257", "61")):

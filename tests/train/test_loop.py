@@ -262,6 +262,7 @@ def test_statistics_are_those_of_what_is_saved(tmp_path: Path) -> None:
         assert [point.step for point in points] == [1, 3, 5] and points[-1].value == pytest.approx(value)
 
 
+@pytest.mark.long
 def test_times_of_parts_come_at_log_intervals(tmp_path: Path) -> None:
     """An evaluation between two steps is no part of either."""
     written = {"log_timers_to_tensorboard": True, "eval_iters": 20, "eval_interval": 1}
@@ -356,6 +357,7 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(tmp_path: P
             assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
 
 
+@pytest.mark.long
 def test_a_run_keeps_its_id_and_a_journal(tmp_path: Path) -> None:
     """Starts of one command line are one run, whose changed settings are written down; finetuning is another run."""
     command = {"exit_interval": 2, "load": str(tmp_path / "save")}
@@ -393,6 +395,7 @@ def test_a_length_in_samples_is_kept_with_another_global_batch(tmp_path: Path) -
     assert "iteration 4/4" in told.text
 
 
+@pytest.mark.long
 def test_a_growing_batch_goes_on_where_it_was_with_another_micro_batch(tmp_path: Path) -> None:
     """Steps of 2, 2, 4 and 6 samples, then those of 6 that fit; figures and rates follow each step's own size."""
     ramp = {"train_iters": None, "train_samples": 27, "rampup_batch_size": ["2", "2", "8"], "global_batch_size": 6}
@@ -417,6 +420,7 @@ def test_a_growing_batch_goes_on_where_it_was_with_another_micro_batch(tmp_path:
     assert open_checkpoint(parts / "save").progress["update_samples"] == 26
 
 
+@pytest.mark.long
 def test_rows_are_cut_as_the_schedule_says_and_a_run_goes_on_with_its_lengths_and_rates(tmp_path: Path) -> None:
     """Rows of 2, 4, 6 and 8 tokens, 2 of them a step; the run, warm-up and decay are given in tokens."""
     cut = {"curriculum_learning": True, "curriculum_min_seqlen": 2, "curriculum_seqlen_step": 2, "curriculum_steps": 5}

@@ -84,6 +84,7 @@ def test_nothing_fits_a_device_that_is_full_of_its_context() -> None:
     assert "no layout was found that fits, on these nodes or more" in text
 
 
+@pytest.mark.long
 def test_the_nearest_is_a_change_of_one_setting() -> None:
     """The given micro-batch keeps too much; with a smaller one, or recomputed, it fits."""
     wide = WORDS.replace("--micro-batch-size 1", "--micro-batch-size 6").replace(
