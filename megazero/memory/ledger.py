@@ -142,6 +142,8 @@ class Ledger:
         self._units: list[UnitMark] = []
         self._samples: list[tuple[int, int]] = []  # (changes so far, bytes by the allocator)
         self._num_operations = 0
+        self.passes_over_new = False
+        """True while operations make what no memory is for: the registers of compiled code, in a dry run."""
 
     def __enter__(self) -> "Ledger":
         self._watch.__enter__()
@@ -176,6 +178,16 @@ class Ledger:
     def resized(self, tensor: Tensor) -> None:
         self._meet(tensor)
         self._check_limit()
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Return True if the tensor's storage is known here, on the device or elsewhere."""
+        return tensor.untyped_storage()._cdata in self._live
+
+    def enter(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage on the device that has been passed over, if nothing has tagged it since."""
+        if storage._cdata not in self._live:
+            self._add(storage, self._label_of_new())
+            self._check_limit()
 
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         """Measure a storage again that has changed its size without an operation."""
@@ -272,10 +284,10 @@ class Ledger:
             return
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
-        if entry is None:
-            self._enter(tensor, storage, self._label_of_new())
-        else:
+        if entry is not None:
             self._measure(entry, storage)
+        elif not self.passes_over_new:
+            self._enter(tensor, storage, self._label_of_new())
 
     def _measure(self, entry: _Entry, storage: torch.UntypedStorage) -> None:
         if entry.label is None:
@@ -293,9 +305,12 @@ class Ledger:
 
     def _enter(self, tensor: Tensor, storage: torch.UntypedStorage, label: _Label) -> None:
         if tensor.device == self._device:
-            entry = self._new_entry(storage, label)
-            self._changed(entry.nbytes, label)
-            self._changed_size(entry.key, entry.nbytes)
+            self._add(storage, label)
+
+    def _add(self, storage: torch.UntypedStorage, label: _Label) -> None:
+        entry = self._new_entry(storage, label)
+        self._changed(entry.nbytes, label)
+        self._changed_size(entry.key, entry.nbytes)
 
     def _new_entry(self, storage: torch.UntypedStorage, label: _Label | None) -> _Entry:
         entry = _Entry(storage, self._died)

@@ -32,7 +32,8 @@ from megazero.planner.hardware import Hardware, Link, Matrix, read_hardware
 GB = 1e9
 TFLOPS = 1e12
 _COMMUNICATOR = 100 * 10**6
-_WORKSPACE, _LARGE_WORKSPACE = 8 << 20, 32 << 20
+# cuBLAS's, for forward's thread and for backward's; a Hopper's is larger.
+_WORKSPACE, _LARGE_WORKSPACE = 2 * (8 << 20), 2 * (32 << 20)
 _DATA_SHEET = "data sheet; shares of the peaks are estimates (megazero/planner/machines.py)"
 
 # The share of the peak by the cube root of m n k: wider devices need larger products.

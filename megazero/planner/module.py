@@ -86,6 +86,11 @@ class ModuleJob:
     def attention_backend(self) -> str:
         return "auto"
 
+    @property
+    def compiles(self) -> bool:
+        """False: a program compiles its module itself, or does not."""
+        return False
+
     def micro_batch(self) -> Any:
         """Return the samples of a micro-batch."""
         return self.batch() if callable(self.batch) else self.batch

@@ -168,22 +168,30 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, *, vocab_size: int) -
 
 
 def build_components(
-    config: RunConfig, mesh: Mesh, buffers: FusedBuffers, *, vocab_size: int, ledger: AnyLedger | None = None
+    config: RunConfig,
+    mesh: Mesh,
+    buffers: FusedBuffers,
+    *,
+    vocab_size: int,
+    ledger: AnyLedger | None = None,
+    compiles: bool | None = None,
 ) -> RunComponents:
     """Build the model with its initial values and its engine, and resize `buffers` to what the engine needs.
 
     A collective call of all ranks of the mesh.  ledger: one that is kept watches single operations, so that nothing is
-    compiled unless --compile on demands it, which raises ConfigError.
+    compiled unless --compile on demands it, which raises ConfigError.  compiles: stands for this decision in a dry run,
+    whose ledger can follow what it has in place of compiled code.
     """
     ledger = ledger or NullLedger()
-    compiles = is_compiled(
-        config.training.compile,
-        mesh.device,
-        keeps_ledger=ledger.is_kept,
-        cuts_rows=config.curriculum.curriculum_learning,
-    )
-    if compiles and ledger.is_kept:
-        raise ConfigError(compiled_under_ledger("a kept ledger", config.training.compile))
+    if compiles is None:
+        compiles = is_compiled(
+            config.training.compile,
+            mesh.device,
+            keeps_ledger=ledger.is_kept,
+            cuts_rows=config.curriculum.curriculum_learning,
+        )
+        if compiles and ledger.is_kept:
+            raise ConfigError(compiled_under_ledger("a kept ledger", config.training.compile))
     attention = choose_for_run(config, mesh.device, mesh.world)
     padded, stage = derived.vocab_rows(config, vocab_size), mesh.coordinate("pp")
     timers = Timers(mesh.device, level=config.reports.timing_log_level)

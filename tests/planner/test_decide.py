@@ -170,7 +170,7 @@ def _homes(config: Any) -> tuple[str, str]:
 
 
 def _sharded(settings: dict[str, Any]) -> DryJob:
-    sizes = {**SIZES, "num_layers": 2, "micro_batch_size": 1, "global_batch_size": 2, "zero_stage": 3}
+    sizes = {**SIZES, "num_layers": 6, "micro_batch_size": 1, "global_batch_size": 2, "zero_stage": 3}
     return DryJob(make_run(**{**sizes, **settings}), 512, Nodes((2,)), is_gpu=True)
 
 

@@ -174,13 +174,12 @@ def _measured(job: DryJob, plans: tuple[Plan, ...], depth: int, width: int) -> M
 def _extrapolated(samples: Sequence[Mapping[str, float]], more: int) -> dict[str, int]:
     """Return figures at `more` times the difference of two samples beyond the first.
 
-    Fragments are no line: their share of the tensors is taken for that of the sample which has the larger one.
+    Fragments are no line: their share of the tensors is taken for that of the deeper sample.
     """
     first, last = samples[0], samples[-1]
     found = {name: round(first[name] + more * (last[name] - first[name])) for name in first}
     if more and _BEYOND in found:
-        shares = [each[_BEYOND] / max(_tensors(each), 1) for each in samples]
-        found[_BEYOND] = round(max(shares) * _tensors(found))
+        found[_BEYOND] = round(last[_BEYOND] / max(_tensors(last), 1) * _tensors(found))
     return found
 
 

@@ -87,6 +87,20 @@ class Operations:
             operation = self._known[key] = replace(operation, order=order)
         return operation, inputs
 
+    def of_kernel(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> Operation:
+        """Return a kernel that reads and writes these tensors once, and multiplies nothing."""
+        inputs, outputs = tuple(map(_operand, read)), tuple(map(_operand, written))
+        operation = Operation(
+            name=name,
+            inputs=inputs,
+            outputs=outputs,
+            flops=0,
+            math="",
+            read_bytes=sum(tensor.nbytes for tensor in read),
+            written_bytes=sum(tensor.nbytes for tensor in written),
+        )
+        return self._known.setdefault((name, inputs, outputs), operation)
+
 
 def _kind(func: Any) -> _Kind:
     schema = func._schema
@@ -130,7 +144,8 @@ def _operation(
         moved = max((leaf.nbytes for leaf in read), default=0)
         read_bytes, written_bytes = read_bytes - changed[0].nbytes + moved, moved
     flops = _flops(func, args, kwargs, result)
-    multiplied = next((leaf.dtype for leaf in inputs if leaf.is_floating_point()), torch.float32)
+    factors = inputs if kind.first_factor is None else inputs[kind.first_factor :]  # not the sum, which may be wider
+    multiplied = next((leaf.dtype for leaf in factors if leaf.is_floating_point()), torch.float32)
     return Operation(
         name=kind.name,
         inputs=tuple(map(_operand, inputs)),
@@ -150,12 +165,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _cpu_attention(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+def _attention(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
     """Return the operations of scores and their product with values: query [b, n, s, d], key [b, n, t, d]."""
     return 4 * query.numel() * key.shape[2]
 
 
-def _cpu_attention_backward(grad: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
     """Return the operations of the backward's five products, of which the first are the scores once more."""
     return 10 * query.numel() * key.shape[2]
 
@@ -173,9 +188,12 @@ def _product_in_place(total: Tensor, first: Tensor, second: Tensor, *_: Any, **_
 # Operators whose operations torch does not count.
 _UNCOUNTED: Mapping[str, Callable[..., int]] = MappingProxyType(
     {
-        "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
+        "aten::_scaled_dot_product_flash_attention": _attention,  # torch's function takes no groups of heads
+        "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
+        "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
         "mkldnn::_linear_pointwise": _pointwise_linear,
+        "aten::addmm": _product_in_place,  # with out_dtype, which torch's function takes for a shape
         "aten::addmm_": _product_in_place,
         "aten::baddbmm_": _product_in_place,
     }

@@ -33,6 +33,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.parallel.param_spec import StateFragment
 from megazero.parallel.topology import Topology
 from megazero.planner.dry.allocator import ROUNDING, AllocatorModel, CachingAllocator, ExactAllocator
+from megazero.planner.dry.fused import FusedCode
 from megazero.planner.dry.hollow import Hollow, Operators
 from megazero.planner.dry.homes import DryHomes
 from megazero.planner.dry.kernels import kernels
@@ -55,7 +56,7 @@ class PlannedJob(Protocol):
 
     nodes: those of its ranks.  is_gpu: its devices are GPUs, else CPUs.  num_micro_batches: of one rank in one step.
     tokens: of a step, of all ranks; samples where the job has no tokens.  wires: how its data-parallel axis sends.
-    attention_backend: the kernel of attention that it asks for.
+    attention_backend: the kernel of attention that it asks for.  compiles: parts of its model are compiled.
     """
 
     @property
@@ -81,6 +82,9 @@ class PlannedJob(Protocol):
 
     @property
     def attention_backend(self) -> str: ...
+
+    @property
+    def compiles(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,13 @@ class DryJob:
     @property
     def attention_backend(self) -> str:
         return self.config.training.attention_backend
+
+    @property
+    def compiles(self) -> bool:
+        """True if the run compiles on its devices, which are assumed to have what torch's compiler needs."""
+        keeps_ledger = self.config.logging.ledger or self.config.logging.ledger_limit is not None
+        is_free = not (keeps_ledger or self.config.curriculum.curriculum_learning)
+        return self.is_gpu and self.config.training.compile != "off" and is_free
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +193,8 @@ class DryRank:
         tensors = dry_tensors(self.ledger, operators)
         for context in (tensors, self.ledger, self.recorder, attention, self.homes.installed()):
             stack.enter_context(context)
+        if job.compiles:
+            stack.enter_context(FusedCode(self.ledger, self.recorder))
         self.records: dict[Part, PartRecord] = {}
 
     def mesh(self, *, wires: Wires | None = None) -> tuple[Mesh, FusedBuffers]:
@@ -264,7 +277,8 @@ def _build(dry: DryRank, job: DryJob) -> RunComponents:
     nbytes = activations.logits_chunk_bytes or LOGITS_CHUNK_BYTES["cuda" if job.is_gpu else "cpu"]
     config = replace(job.config, activations=replace(activations, logits_chunk_bytes=nbytes))
     mesh, buffers = dry.mesh()
-    core = build_components(config, mesh, buffers, vocab_size=job.vocab_size, ledger=dry.ledger)
+    size, ledger = job.vocab_size, dry.ledger
+    core = build_components(config, mesh, buffers, vocab_size=size, ledger=ledger, compiles=job.compiles)
     return replace(core, trace=RecordingTrace(dry.recorder))
 
 

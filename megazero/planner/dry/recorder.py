@@ -93,6 +93,11 @@ class Recorder(TorchDispatchMode):
             self._compute(*call)
         return result
 
+    def join(self, first: int, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Have one kernel that reads and writes these tensors once stand for the kernels from event `first` on."""
+        del self._events[first:]
+        self._compute(self._operations.of_kernel(name, read, written), [*read])
+
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
         """Record what happens inside as a part of the trace; the ledger's figures begin anew with it."""

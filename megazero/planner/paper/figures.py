@@ -52,7 +52,7 @@ def job_of(point: PaperRun, *settings: str) -> DryJob:
         "eval-iters": 0,
     }
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    fixed = ("--precision", "fp16", "--lr", "1e-4", "--attention-backend", "unfused")
+    fixed = ("--precision", "fp16", "--lr", "1e-4", "--attention-backend", "unfused", "--compile", "off")
     per_node = DGX2.devices_per_node
     across = ("--allow-tensor-parallel-across-nodes",) if point.tp > per_node else ()
     wanted = read_run([*words, *fixed, *settings, *across], Nodes((per_node,) * (point.devices // per_node)))

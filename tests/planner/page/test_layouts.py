@@ -19,7 +19,7 @@ from megazero.planner.machines import MACHINES
 from megazero.planner.page.layouts import layout_points, layouts_page
 
 WORDS = (
-    "--num-layers 1 --hidden-size 512 --num-attention-heads 4 --seq-length 128 --vocab-size 512 --micro-batch-size 1"
+    "--num-layers 1 --hidden-size 512 --num-attention-heads 4 --seq-length 512 --vocab-size 512 --micro-batch-size 1"
     " --global-batch-size 12 --train-iters 10 --lr 1e-4 --eval-iters 0 --precision bf16"
 )
 NODES = Nodes((2,))
