@@ -178,6 +178,8 @@ class Engine:
         """The number of times that weights have changed, by which what is computed from them is found out of date."""
         self.before_stray_gradient: Callable[[str], None] | None = None
         """Called with the name of a parameter that has got a gradient while no micro-batch's is expected."""
+        self.before_leaf: Callable[[], None] | None = None
+        """Called where backward enters a leaf module, while no micro-batch's gradients are expected but some come."""
         self._are_averages = False  # the gradients, which are sums until user code reads them
         self._has_accumulated = False  # gradients since the step began
         self._as_gathered: dict[str, Tensor] = {}  # bytes of parameters that a block reads, where that is checked
@@ -239,6 +241,7 @@ class Engine:
             zero,
             num_summed=self.data_parallel.size,
             timers=settings.timers,
+            in_leaves=self._trainable_in([unit.name for unit in units if unit.is_leaf]),
         )
         self._sums = GradientSums(self._shards, mesh, buffers)
         for name, (section, slot) in self._slots.items():
@@ -266,10 +269,13 @@ class Engine:
             joins_units=plan.frozen is None,
             ranks_may_differ=settings.serves_user_code,
             take_updated=self._publisher.take_updated,
+            come_to=self._reducer.come_to,
             timers=settings.timers,
         )
         leaves = [module for unit in units if unit.is_leaf for module in unit.consumers]
-        self._frames = Frames(model, consumers, leaves, self._gather, self._publisher, self._flight)
+        self._frames = Frames(
+            model, consumers, leaves, self._gather, self._publisher, self._flight, enter_leaf=self._enter_leaf
+        )
         self._update = ShardUpdate(
             self._shards,
             self._publisher,
@@ -324,6 +330,18 @@ class Engine:
         due = [reduction for reduction in self.layout.reductions if sections[reduction.section].unit in units]
         self._reducer.begin_micro_batch(due, is_last=is_last)
         self._unfinished -= {part} if is_last else set()
+
+    @property
+    def may_find_unused(self) -> bool:
+        """True if a parameter had no gradient in the last pass."""
+        return self._reducer.may_find_unused
+
+    def find_unused(self) -> None:
+        """Find parameters that get no gradient in the pass whose graph autograd walks, so that none is awaited.
+
+        Called before the first gradient of the pass, where the graph is the outermost one.
+        """
+        self._reducer.find_unused(self._gather.trainable_by_unit)
 
     def end_backward(self, *, ends_pass: bool = True) -> None:
         """Launch the reductions that are left; ends_pass: no other forward waits for its backward."""
@@ -414,6 +432,7 @@ class Engine:
 
     def end_walk(self, *, ends_pass: bool) -> None:
         """Release the units that a finished walk through a graph has used, whether or not it made gradients."""
+        self._reducer.forget_unused()
         if ends_pass:
             self._gather.end_pass(with_backward=True)
         else:
@@ -850,6 +869,19 @@ class Engine:
         section, slot = self._slots[name]
         self.data_parallel.broadcast(self._shards.flat(section)[slot.start : slot.stop], source).wait()
         self._shards.store_value(section, name)
+
+    def _enter_leaf(self, units: Sequence[str]) -> None:
+        """Gather a leaf module's units for its backward, and wait for no gradient that this rank has none of.
+
+        A pass that has not begun begins here, as it does on ranks whose first gradient comes in the module.
+        """
+        if not self._reducer.is_in_micro_batch and self.before_leaf is not None and self._reducer.awaits_any():
+            self.before_leaf()
+        self._gather.gather_leaf(units)
+        self._reducer.enter_leaf(self._trainable_in(units))
+
+    def _trainable_in(self, units: Collection[str]) -> list[str]:
+        return [name for name, (section, _) in self._slots.items() if section.trainable and section.unit in units]
 
     def _trainable_names(self) -> set[str]:
         return {name for name, (section, _) in self._slots.items() if section.trainable}

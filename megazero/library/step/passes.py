@@ -3,7 +3,8 @@
 `engine.backward(loss)` marks its begin and end itself.  A plain `loss.backward()` is detected by hooks:
 
     the model's output gets a gradient      *armed*: a callback is queued at the end of this pass
-    a parameter gets its first gradient     *begun*: the ZeRO engine begins a pass, before it gets the gradient
+    a parameter gets its first gradient     *begun*: the ZeRO engine begins a pass, before it gets the gradient (or,
+                                            before that, where backward enters a leaf module)
     autograd runs the callback              the pass has ended
 
 Arming comes first because a checkpoint that recomputes with `use_reentrant=True` runs passes inside the pass, which end
@@ -85,6 +86,7 @@ class BackwardPasses:
         """
         self._engine = engine
         engine.before_stray_gradient = self._before_stray_gradient
+        engine.before_leaf = self._before_leaf
         self._gradient_scale = gradient_scale
         self.reset()
 
@@ -130,6 +132,8 @@ class BackwardPasses:
         _set_running_owner(self)
         try:
             self._begin()
+            if self._engine.may_find_unused and loss.requires_grad:
+                call_on_gradient(loss, self._on_loss_gradient)
             torch.autograd.backward(loss, retain_graph=retain_graph)
         except BaseException:
             self.discard()
@@ -222,13 +226,19 @@ class BackwardPasses:
             if tensor.grad_fn is not None:
                 call_on_gradient(tensor, self._on_output_gradient)
 
+    def _on_loss_gradient(self, _gradient: Tensor) -> None:
+        if self._is_explicit:
+            self._engine.find_unused()
+
     def _on_output_gradient(self, _gradient: Tensor) -> None:
         if self._is_explicit:
             return
         if self._is_walked_through():
             self._set_aside()
-        else:
-            self._arm()
+            return
+        if not (self._is_armed or self._is_begun):
+            self._engine.find_unused()
+        self._arm()
 
     def _arm(self) -> None:
         if not self._is_armed:
@@ -241,10 +251,14 @@ class BackwardPasses:
     def _before_stray_gradient(self, name: str) -> None:
         if self._is_walked_through():
             self._drop(name)
-            return
-        self._arm()
-        self._begin_plain()
-        self._is_begun = True
+        else:
+            self._before_leaf()
+
+    def _before_leaf(self) -> None:
+        if not self._is_walked_through():
+            self._arm()
+            self._begin_plain()
+            self._is_begun = True
 
     def _begin_plain(self) -> None:
         """Begin a pass that `loss.backward()` has started.

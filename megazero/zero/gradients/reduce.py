@@ -6,15 +6,23 @@ been: every rank launches in the same order, whatever order its gradients arrive
 beside backward (none without overlap: backward then waits for each).  Where their unreduced gradients are stored
 follows from the plan (`unreduced.py`).
 
+A parameter without a gradient, such as an unused head, would hold back all reductions until backward ends.  One that
+had none in the pass before is not waited for, where the graph that autograd walks does not reach it.  A rank that waits
+for a reduction gathers nothing meanwhile, so ranks must stop waiting for a gradient at the same place among the
+gathers: at the unit's own, and for a leaf module's, which each rank uses otherwise, where backward enters it.
+
 With contiguous gradients the buffers are slots of an arena that is made once (ZeRO, section 6.3), as many as are
 leased at once when gradients come in the reverse of the parameters' order; any more are leased from the pool.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from itertools import chain
 from typing import NamedTuple
 
+import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from megazero.comm.interface import Communicator, Work, gather_together, reduce_together
 from megazero.config.engine_sections import ZeroConfig
@@ -51,8 +59,12 @@ class GradientReducer:
         *,
         num_summed: int,
         timers: Timers,
+        in_leaves: Collection[str] = (),
     ) -> None:
-        """num_summed: the ranks whose gradients are summed, in the end: those of the communicator, or more."""
+        """num_summed: the ranks whose gradients are summed, in the end: those of the communicator, or more.
+
+        in_leaves: the parameters of leaf modules.
+        """
         self._shards = shards
         self._communicator = communicator
         self._zero = zero
@@ -75,11 +87,21 @@ class GradientReducer:
         self._in_flight: deque[_InFlight] = deque()
         self._gathering: list[Work] = []
         self._missing: dict[int, set[str]] = {}
+        self._parameters = parameters
+        self._in_leaves = frozenset(in_leaves)
+        # Parameters that had no gradient when the last pass ended, without those of leaf modules.
+        self._absent: Set[str] = self._reductions_of.keys() - self._in_leaves
+        self._unreached: frozenset[str] = frozenset()  # those of them that the running pass's graph does not reach
+        self._until_gathered: frozenset[str] = frozenset()  # those that are waited for until their unit is gathered
+        self._unused: frozenset[str] = frozenset()  # those that are not waited for, or not any more
+        self._left_out: set[str] = set()  # those that a reduction of the running pass has gone without
+        self._is_flat = True  # no graph within another one has given a gradient
         self._arrived: set[str] | None = None  # parameters with a gradient in this micro-batch; None if it reduces none
         self.is_in_micro_batch = False
         """True while a backward pass is expected, or runs."""
         self.present: set[str] = set()
         """The parameters with a gradient in the step so far, on this rank."""
+        self._has_ended = False  # a pass
         self._due: Sequence[Reduction] = ()  # those of the buckets that this micro-batch's backward fills
         self._next = -1  # position in self._due of the next one to launch; -1: none is left
 
@@ -103,10 +125,75 @@ class GradientReducer:
             self._due = due
             self._next = len(due) - 1
 
+    @property
+    def may_find_unused(self) -> bool:
+        """True if a parameter had no gradient in the last pass, and all others came from the outermost graph."""
+        return self._is_flat and self._zero.ignore_unused_parameters and bool(self._absent)
+
+    def find_unused(self, units: Iterable[Collection[str]]) -> None:
+        """Find the parameters that get no gradient in the running pass, as its graph does not reach them.
+
+        To be called while autograd walks the outermost graph, before its first gradient.  The first pass only shows
+        whether all gradients come from that graph.  units: the parameters of each unit that backward gathers; they are
+        waited for until it comes to the unit, if it does.
+        """
+        if not self.may_find_unused:
+            return
+        found = {name for name in self._absent if not self._is_reached(name)}
+        self._unreached = frozenset(found)
+        if self._has_ended:
+            at_units = (names for names in units if not found.isdisjoint(names) and any(map(self._is_reached, names)))
+            self._until_gathered = self._unreached.intersection(chain.from_iterable(at_units))
+            self._unused = self._unreached - self._until_gathered
+
+    def awaits_any(self) -> bool:
+        """Return True if the graph that autograd walks in this thread gives a parameter a gradient."""
+        return any(map(self._is_reached, self._reductions_of))
+
+    def come_to(self, names: Collection[str]) -> None:
+        """Stop waiting for those of these parameters that get no gradient; backward has gathered their unit."""
+        found = self._unreached.intersection(names) - self._in_leaves if self._unreached else None
+        if not found or not self._has_ended:
+            return
+        if found.isdisjoint(self._until_gathered):  # the graph does not come to the unit, but one within it
+            self._wait_for_all()
+        else:
+            self._stop_waiting(found)
+
+    def enter_leaf(self, names: Iterable[str]) -> None:
+        """Stop waiting for those of a leaf module's parameters that get no gradient; backward has gathered them."""
+        if self._zero.ignore_unused_parameters:
+            self._stop_waiting({name for name in names if not self._is_reached(name)})
+
+    def _stop_waiting(self, names: Set[str]) -> None:
+        self._unreached |= names
+        self._unused |= names
+        if self._arrived is not None:
+            self._launch_complete()
+
+    def _is_reached(self, name: str) -> bool:
+        """Return True if the graph that autograd walks in this thread ends in the parameter."""
+        with torch._C.DisableTorchFunctionSubclass():  # what is partitioned is guarded against operations
+            return bool(torch._C._will_engine_execute_node(get_gradient_edge(self._parameters[name]).node))
+
+    def forget_unused(self) -> None:
+        """Wait for every gradient in the next pass, unless `find_unused` is called in it."""
+        self._unreached = self._until_gathered = self._unused = frozenset()
+
     def gradient_ready(self, name: str) -> None:
-        """Store a parameter's finished gradient, and launch what it completes.  Raises UsageError on a second one."""
+        """Store a parameter's finished gradient, and launch what it completes.
+
+        Raises UsageError on a second one, and on one that comes behind its reduction.
+        """
         if self.is_in_micro_batch:
             self.present.add(name)
+        if name in self._unreached:
+            self._wait_for_all()
+        if name in self._left_out:
+            given = f"a gradient of {name} by a backward within backward, after a pass without one"
+            rule = "what the graph of a pass does not reach is not waited for, and its bucket has been reduced"
+            legal = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            raise UsageError(Problem(given, rule, legal))
         self._store.arrive(name)
         if self._arrived is None:
             return
@@ -118,9 +205,14 @@ class GradientReducer:
         for reduction in reversed(self._reductions_of.get(name, ())):  # none if it has no elements
             self._store.deposit(reduction, name)
             self._missing[reduction.index].discard(name)
-            if not self._missing[reduction.index]:
+            if self._missing[reduction.index] <= self._unused:
                 self._launch_complete()
         self._store.free(name)
+
+    def _wait_for_all(self) -> None:
+        """Wait for all gradients from here on: some come of a graph within the graph, as of a reentrant checkpoint."""
+        self._is_flat = False
+        self.forget_unused()
 
     def gradient_slot(self, name: str) -> GradientSlot | None:
         """Return memory for a gradient that its layer writes; None where autograd gets it, as outside a micro-batch."""
@@ -137,12 +229,18 @@ class GradientReducer:
             self._launch()
         self._arrived = None
         self.is_in_micro_batch = False
+        self._absent = self._reductions_of.keys() - self.present - self._in_leaves
+        self._has_ended = True
+        self._left_out.clear()
+        self.forget_unused()
 
     def reset(self) -> None:
         """Recover from a failed backward: finish reductions in flight, and forget the step's gradients."""
         self.finish()
         self._next, self._arrived = -1, None
         self.is_in_micro_batch = False
+        self._left_out.clear()
+        self.forget_unused()
         self._store.reset()
 
     def finish(self) -> None:
@@ -180,7 +278,8 @@ class GradientReducer:
             raise UsageError(Problem(f"no gradient for {', '.join(unused)}", rule, legal))
 
     def _launch_complete(self) -> None:
-        while self._next >= 0 and not self._missing[self._due[self._next].index]:
+        while self._next >= 0 and self._missing[self._due[self._next].index] <= self._unused:
+            self._left_out |= self._missing[self._due[self._next].index]
             self._launch()
 
     def _launch(self) -> None:

@@ -12,7 +12,7 @@ recomputation and offloading have hooks of their own), the frame's hooks come fi
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -66,7 +66,11 @@ class Frames:
         gather: ParameterGather,
         publisher: ParameterPublisher,
         flight: FlightRecord,
+        *,
+        enter_leaf: Callable[[Sequence[str]], None],
     ) -> None:
+        """enter_leaf: called with the units of a leaf module when backward comes to its output, to gather them."""
+        self._enter_leaf = enter_leaf
         self._consumers = {module: list(units) for module, units in consumers.items()}
         self._leaves = frozenset(leaves)
         self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
@@ -172,7 +176,7 @@ class Frames:
         """Have the leaf module's units gathered as soon as backward comes to its output."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                call_on_gradient(tensor, lambda _: self._gather.gather_leaf(self._consumers[leaf]))
+                call_on_gradient(tensor, lambda _: self._enter_leaf(self._consumers[leaf]))
 
     def _end_forward(self, output: Any) -> None:
         if output is None and sys.exception() is not None:  # torch calls hooks so when a forward has raised it

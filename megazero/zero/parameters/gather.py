@@ -8,7 +8,7 @@ same decisions, so collectives meet.  A unit is *pinned* while a module's forwar
 allocated, filled and released in `unit_memory.py`.  (PyTorch's FSDP calls these acts unshard and reshard.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ class ParameterGather:
         most_gathered: int,
         timers: Timers,
         take_updated: Callable[[Bucket], Arrival],
+        come_to: Callable[[Collection[str]], None],
         secondary: Communicator | None = None,
         exact: Communicator | None = None,
         frozen: EncodedGather | None = None,
@@ -55,12 +56,14 @@ class ParameterGather:
 
         take_updated, secondary, exact, frozen: as for `UnitMemory`.
 
+        come_to: called with the trainable parameters of a unit that has been gathered for its use in backward.
+
         joins_units: False if every gather takes a buffer of its own, so that many small ones would take many.
 
         ranks_may_differ: False if all ranks surely gather the same units in the same order.
         """
         self._zero = zero
-        self._check_back = shards.check_back
+        self._on_use_in_backward, self._check_back = come_to, shards.check_back
         self._timers = timers
         self.memory = UnitMemory(
             shards,
@@ -79,6 +82,8 @@ class ParameterGather:
         self._units = {unit.name: unit for unit in units}
         self.is_needed = bool(self._units)
         """True if a unit is partitioned."""
+        self.trainable_by_unit: Sequence[Collection[str]] = [unit.trainable for unit in units]
+        """The trainable parameters of each unit."""
         self._unit_of = {name: unit for unit in self._units.values() for name in unit.names}
         for unit in self._units.values():
             self.memory.attach(unit)
@@ -219,6 +224,7 @@ class ParameterGather:
             return
         self._gather(unit, "backward")
         self._prefetch()
+        self._on_use_in_backward(unit.trainable)
 
     def gradient_ready(self, parameter: str) -> None:
         """Release the parameter's unit if this was its last gradient, which ends backward's use of it."""

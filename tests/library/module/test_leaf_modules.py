@@ -187,6 +187,70 @@ def test_routing_by_rank_trains_as_plain_pytorch(
             assert len(found.units) == 2 + (how == "tied"), found.units
 
 
+class Routed(nn.Module):
+    """Dense layers and, first in backward, two experts: a layer has several buckets, and the experts have eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.dense = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+        self.layer = Pair()
+        self.double()
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        for dense in self.dense:
+            x = dense(x).tanh()
+        return self.layer(x, used).square().mean()
+
+
+class Pair(nn.Module):
+    """Two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        return x + sum((self.experts[index](x) for index in used), x)
+
+
+# By step, those that ranks 0 and 1 use.
+_UNEVEN = ([[0, 1], []], [[], [0, 1]], [[0, 1], [1]], [[0], [1]], [[], []])
+
+
+def train_unevenly(rank: int, settings: dict[str, Any], plain: bool) -> list[Tensor]:
+    """Train with `loss.backward()` (plain) or `engine.backward(loss)`; return the weights."""
+    model = Routed()
+    megazero.zero.set_z3_leaf_modules(model, [Pair])
+    config = {"zero": {"zero_stage": 3, **settings}, "precision": {"precision": "fp64"}}
+    engine = megazero.initialize(model, config, mesh=mesh_in_worker(rank, dp=DP), optimizer=sgd)
+    for step, used in enumerate(_UNEVEN):
+        loss = engine(inputs(step, rank)[0], used[rank])
+        loss.backward() if plain else engine.backward(loss)
+        engine.step()
+    with megazero.zero.GatheredParameters(model):
+        weights = [p.detach().clone() for p in model.parameters()]
+    engine.close()
+    return weights
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("threshold", [0, 1000])
+def test_a_rank_that_uses_all_does_not_wait_for_one_that_uses_none(plain: bool, threshold: int) -> None:
+    """Neither waits for reductions of the other, which needs its part of the next gather before it launches them."""
+    settings = {"reduce_bucket_size": 32, "param_persistence_threshold": threshold, "max_reuse_distance": 0}
+    model = Routed()
+    optimizer = sgd(model.parameters())
+    for step, used in enumerate(_UNEVEN):
+        optimizer.zero_grad()
+        for rank in range(DP):
+            (model(inputs(step, rank)[0], used[rank]) / DP).backward()
+        optimizer.step()
+    for weights in run_ranks(DP, train_unevenly, settings, plain):
+        torch.testing.assert_close(weights, list(model.parameters()), rtol=1e-12, atol=1e-14)
+
+
 def test_a_leaf_that_stays_for_backward_is_gathered_ahead_in_every_pass() -> None:
     """Backward's use of it is recorded although it is whole already, so the next pass follows the record."""
     mesh = alone()

@@ -556,3 +556,113 @@ def test_an_interrupted_pass_is_forgotten(stage: int, where: str) -> None:
     close(weights(engine), after_sgd((0, 1.0)))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert engine.zero_engine.gathered_numel[0] == 0
+
+
+# --- parameters without a gradient -----------------------------------------------------------------------------------
+
+
+class WithHead(nn.Module):
+    """A model of blocks of 56 elements with two more that may be used: a stem, last in backward, and a head, first.
+
+    on_middle: called when backward has left two of the four blocks behind.
+    """
+
+    def __init__(self, on_middle: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.stem = nn.Linear(7, 7)
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
+        self.head = nn.Linear(7, 7)
+        self.double()
+        self.on_middle = on_middle
+
+    def forward(self, x: Tensor, uses_head: bool = False, recomputed: str = "") -> Tensor:
+        if recomputed == "stem":
+            x = checkpoint(self.stem, x.requires_grad_(), use_reentrant=True)
+        for index, block in enumerate(self.blocks):
+            x = block(x).tanh()
+            if index == 1:
+                x.register_hook(lambda _gradient: self.on_middle())
+        if recomputed == "head":
+            return checkpoint(self.head, x, use_reentrant=True)
+        return self.head(x) if uses_head else x
+
+
+def rows(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 7, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def reduced_by_the_middle(rank: int, stage: int, plain: bool, uses: list[list[bool]]) -> tuple[list[int], list[Tensor]]:
+    """Train a step for each of `uses`, by rank; return the reductions begun by a backward's middle, and the weights."""
+    mesh, counts = mesh_in_worker(rank, dp=2), list[int]()
+    model = WithHead(lambda: counts.append(mesh.meter.count("dp", "reduce_scatter").calls))
+    config = {
+        "zero": {"zero_stage": stage, "reduce_bucket_size": 56},
+        "precision": {"precision": "fp64"},
+        "optimizer": {"type": "SGD", "lr": 0.1},
+    }
+    engine = megazero.initialize(model, config, mesh=mesh)
+    for step, used in enumerate(uses):
+        mesh.meter.reset()
+        loss = engine(rows(step, rank), used[rank]).square().mean()
+        loss.backward() if plain else engine.backward(loss)
+        engine.step()
+    found = weights(engine)
+    engine.close()
+    return counts, found
+
+
+def trained_with_head(uses: list[list[bool]]) -> list[Tensor]:
+    """Return the weights after the same steps on all ranks' rows, in plain PyTorch."""
+    model = WithHead()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, used in enumerate(uses):
+        optimizer.zero_grad()
+        sum(model(rows(step, rank), used[rank]).square().mean() / 2 for rank in range(2)).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_unused_head_holds_back_no_reduction_behind_the_first_pass(stage: int, plain: bool) -> None:
+    """The head is used in some steps, and where partitioned parameters allow it by one rank alone."""
+    uses = [[False, False]] * 3 + [[stage == 3, True], [True, True], [False, False], [False, False]]
+    for rank, (counts, found) in enumerate(run_ranks(2, reduced_by_the_middle, stage, plain, uses)):
+        close(found, trained_with_head(uses))
+        # Of two blocks and the head all but one have begun, unless the head was used by this rank in the pass before.
+        assert counts[0] == counts[5] == 0 and min(*counts[1:4], counts[6]) >= 4, (rank, counts)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_first_gradient_of_a_graph_within_the_graph(stage: int) -> None:
+    """It is awaited where it comes before its reduction, and refused behind it."""
+    config = {
+        "zero": {"zero_stage": stage, "reduce_bucket_size": 56},
+        "precision": {"precision": "fp64"},
+        "optimizer": {"type": "SGD", "lr": 0.1},
+    }
+    engine, plain = megazero.initialize(WithHead(), config), WithHead()
+    for step, recomputed in enumerate(["", "", "head", "", "stem"]):
+        engine.backward(engine(rows(step, 0), recomputed=recomputed).square().mean())
+        engine.step()
+        plain.zero_grad()
+        plain(rows(step, 0), recomputed=recomputed).square().mean().backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.sub_(0 if p.grad is None else 0.1 * p.grad)
+    before = weights(engine)
+    close(before, list(plain.parameters()))
+    engine.close()
+    engine = megazero.initialize(WithHead(), config)
+    for step in range(2):
+        engine.backward(engine(rows(step, 0)).square().mean())
+        engine.step()
+    before = weights(engine)
+    with pytest.raises(UsageError, match=r"a gradient of stem.* by a backward within backward"):
+        engine.backward(engine(rows(3, 0), recomputed="stem").square().mean())
+    close(weights(engine), before)
+    engine.backward(engine(rows(3, 0), recomputed="stem").square().mean())  # awaited from then on
+    engine.step()
+    engine.close()

@@ -1,18 +1,28 @@
 """Tests of gradient reduction: the order of launches, buffers of constant size, and the sums that each rank keeps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support.each import each
-from support.irregular_model import Options, batch, full_state, loss_of, make_engine, train_engine
+from support.irregular_model import (
+    Options,
+    alone,
+    batch,
+    engine_around,
+    full_state,
+    loss_of,
+    make_engine,
+    train_engine,
+)
 from support.late_communicator import LateCommunicator
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
 from megazero.comm.interface import Work
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.errors import UsageError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import AdamWSettings, FusedAdamW
 from megazero.parallel.param_spec import ParamSpec, Unit
@@ -358,3 +368,68 @@ def stored_in_backward(rank: int) -> tuple[int, int]:
 def test_the_buckets_of_one_rank_leave_for_host_memory_at_once() -> None:
     ((stored, whole),) = run_ranks(1, stored_in_backward)
     assert stored == whole > 0
+
+
+def begun_in_backward(engine: Engine, names: Collection[str], before: Callable[[], None]) -> int:
+    """Return the reductions that a backward launches which gives these parameters gradients.
+
+    before: called when autograd begins to walk the graph.
+    """
+    engine.begin_step()
+    engine.begin_backward(is_last=True)
+    loss = engine.model({name: torch.ones(SIZES[name], dtype=torch.float64) for name in names})
+    loss.register_hook(lambda _gradient: before())
+    engine.mesh.meter.reset()
+    torch.autograd.backward(loss)
+    return engine.mesh.meter.count("dp", "reduce_scatter").calls
+
+
+def end(engine: Engine) -> None:
+    engine.end_backward()
+    engine.finish_reductions()
+
+
+@pytest.fixture
+def vectors() -> Iterator[Engine]:
+    engine = engine_around(Vectors(), alone(), zero_stage=2, reduce_bucket_size=33)
+    yield engine
+    engine.close()
+
+
+def test_what_a_graph_does_not_reach_is_not_waited_for(vectors: Engine) -> None:
+    """`e` is last in the model, so first in the order of reductions: unless it is found, none is launched before it."""
+    everything = len(vectors.layout.reductions)
+    found = []
+    for names in ("abcd", "abcd", "abcde", "abce", "abcd"):
+        found.append(begun_in_backward(vectors, names, vectors.find_unused))
+        end(vectors)
+    assert found[0] == found[4] == 0 and found[1] == found[2] == everything > 1
+    assert 0 < found[3] < everything  # `d` had a gradient in the pass before
+
+
+def test_a_gradient_behind_its_reduction_is_refused(vectors: Engine) -> None:
+    begun_in_backward(vectors, "abcd", vectors.find_unused)
+    end(vectors)
+    begun_in_backward(vectors, "abcd", vectors.find_unused)
+    vectors.model.e.grad = torch.ones_like(vectors.model.e)
+    with pytest.raises(UsageError, match="a gradient of e by a backward within backward"):
+        vectors._reducer.gradient_ready("e")
+
+
+def test_a_leaf_module_is_not_waited_for_in_any_pass(vectors: Engine) -> None:
+    everything = len(vectors.layout.reductions)
+    for names in ("abcd", "abcde", "abcd"):
+        assert begun_in_backward(vectors, names, lambda: vectors._reducer.enter_leaf(["e"])) == everything
+        end(vectors)
+
+
+def test_unused_parameters_that_are_not_ignored_are_named() -> None:
+    engine = engine_around(Vectors(), alone(), zero_stage=2, ignore_unused_parameters=False)
+    begun_in_backward(engine, "abcde", engine.find_unused)
+    end(engine)
+    for _ in range(2):
+        begun_in_backward(engine, "abcd", engine.find_unused)
+        with pytest.raises(UsageError, match="no gradient for e"):
+            end(engine)
+        engine.reset_step()
+    engine.close()
