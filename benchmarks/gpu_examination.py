@@ -68,13 +68,13 @@ PHASES = (
     _speed(120, "gpt2-124m", 64, profile=True),
     Phase("plain", 110, {"preset": "gpt2-124m", "micro_batch": 64}),
     _speed(120, "gpt2-1.5b", 16, needs_gpu=True, profile=True),
-    Phase("plain", 150, {"preset": "gpt2-1.5b", "micro_batch": 16}, needs_gpu=True),
     Phase("exactness", 130, runs=TOGETHER),
     Phase("collectives", 130, runs=TOGETHER),
     Phase("losses", 130, {"where": "device"}, runs=TOGETHER),
     Phase("ledger", 130, runs=TOGETHER),
     Phase("gpu_tests", 130, runs=TOGETHER),
     Phase("layouts", 130, runs=TOGETHER),
+    Phase("plain", 150, {"preset": "gpt2-1.5b", "micro_batch": 16}, needs_gpu=True),
     Phase("settings", 130),
     _speed(
         70, "gpt2-1.5b", 16, needs_gpu=True, fp8="hybrid", fp8_recipe="delayed", fp8_cache_weights=True, profile=True
