@@ -218,8 +218,10 @@ class _Refill:
         try:
             with torch.enable_grad(), saved_tensors_hooks(self._fill, lambda tensor: tensor):
                 yield
-        except _AllFilled:
-            pass
+        except _AllFilled as end:
+            # Its frames have all that was computed again, and from Python 3.12 on they refer to the exception in turn,
+            # so that only the next collection of garbage would free them.
+            end.__traceback__ = None
 
     def check(self) -> None:
         """Raise UsageError if the second run has saved less than the first."""

@@ -2,6 +2,7 @@
 segment at a time.
 """
 
+import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,24 @@ def test_weak_references_to_storages_die_with_their_memory() -> None:
     assert alive.of("one") == [True] and view.shape == (2,)
     del view
     assert alive.of("one") == [False]
+
+
+def test_what_is_computed_again_does_not_wait_for_the_collection_of_garbage() -> None:
+    """The exception that ends the second run has its frames, which from Python 3.12 on refer to the exception."""
+    alive = Alive()
+
+    def part(x: Tensor) -> Tensor:
+        y = alive.watch("saved", x.exp())
+        return alive.watch("saved", y.sin()).cos() * 1
+
+    x = torch.ones(3, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        recomputation(KEEPINGS[0]).run(part, x).sum().backward()
+        assert alive.of("saved") == [False] * 4
+    finally:
+        gc.enable()
 
 
 @each("keeping", KEEPINGS)
