@@ -102,7 +102,8 @@ with signals.StopRequest(announcement="saving") as stop:
 )
 def test_a_second_signal_ends_a_blocked_process(rank: str, told: str) -> None:
     """The first signal is announced at once, what follows it at once does not count, and a later one ends."""
-    command = [sys.executable, "-c", BLOCKED]
+    # From Python 3.12 on a fork in a process with threads is warned of.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BLOCKED]
     with subprocess.Popen(
         command, env={**os.environ, "RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
