@@ -875,7 +875,7 @@ class Engine:
 
         A pass that has not begun begins here, as it does on ranks whose first gradient comes in the module.
         """
-        if not self._reducer.is_in_micro_batch and self.before_leaf is not None and self._reducer.awaits_any():
+        if not self._reducer.is_in_micro_batch and self.before_leaf is not None and self._reducer.gives_gradients():
             self.before_leaf()
         self._gather.gather_leaf(units)
         self._reducer.enter_leaf(self._trainable_in(units))

@@ -146,7 +146,7 @@ class GradientReducer:
             self._until_gathered = self._unreached.intersection(chain.from_iterable(at_units))
             self._unused = self._unreached - self._until_gathered
 
-    def awaits_any(self) -> bool:
+    def gives_gradients(self) -> bool:
         """Return True if the graph that autograd walks in this thread gives a parameter a gradient."""
         return any(map(self._is_reached, self._reductions_of))
 

@@ -1,6 +1,7 @@
 """Tests of the choice between one hop and two: links that are made slow decide it, and all ranks choose the same."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +33,12 @@ class Slow(ForwardingCommunicator):
     def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         time.sleep(self._seconds)
         return super().all_gather_into(output, input, label)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: int | None = None
+    ) -> Work:
+        time.sleep(self._seconds)
+        return super().all_gather_coalesced(outputs, inputs, label)
 
 
 def choice(rank: int, slow: str, wires: Wires) -> tuple[Wires, str]:
