@@ -207,7 +207,7 @@ def _library(kind: str, model: nn.Module, place: Place, work: Work) -> System:
     stage, _, home = kind.partition("-")
     moved: dict[str, Any] = {}
     if home == "keep":
-        moved["max_reuse_distance"] = sum(parameter.numel() for parameter in model.parameters())
+        moved["max_reuse_distance"] = 1_000_000_000
     elif home:
         moved = {"offload_optimizer": home, "offload_param": home if stage == "3" else "none"}
     if home == "nvme":
