@@ -70,9 +70,20 @@ def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]
         yield block, "add"
 
 
-def is_compiled(choice: str, device: torch.device, *, keeps_ledger: bool = False, cuts_rows: bool = False) -> bool:
-    """Return True if --compile compiles: "on" and "max" do; "auto" on GPUs that have a compiler, unless forbidden."""
-    can_compile = device.type == "cuda" and not (keeps_ledger or cuts_rows or lacking(device))
+def is_compiled(
+    choice: str,
+    device: torch.device,
+    *,
+    keeps_ledger: bool = False,
+    cuts_rows: bool = False,
+    on_this_machine: bool = True,
+) -> bool:
+    """Return True if --compile compiles: "on" and "max" do; "auto" on GPUs that have a compiler, unless forbidden.
+
+    on_this_machine: False for a planned run, whose machines are assumed to have what the compiler needs.
+    """
+    is_free = device.type == "cuda" and not (keeps_ledger or cuts_rows)
+    can_compile = is_free and not (on_this_machine and lacking(device))
     return choice in ("on", "max") or (choice == "auto" and can_compile)
 
 

@@ -204,17 +204,18 @@ def test_the_program(
 
 
 @pytest.mark.gloo
-def test_a_signal_takes_everything_down(left_as_it_was: None) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_takes_everything_down(left_as_it_was: None, number: signal.Signals) -> None:
     """A signal in the middle of a run ends its processes and removes the emulated cluster."""
     command = [sys.executable, str(ROOT / "benchmarks" / "cross_node.py"), *TINY, "--rates", "20"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
         try:
             ranks = running_ranks(program.pid)
-            program.send_signal(signal.SIGTERM)
+            program.send_signal(number)
             program.wait(timeout=120)
         finally:
             program.kill()
-    assert program.returncode == 128 + signal.SIGTERM and len(ranks) == WORLD_SIZE
+    assert program.returncode == 128 + number and len(ranks) == WORLD_SIZE
     deadline = time.monotonic() + 30  # what has been killed is there until its parent, or the system, has collected it
     while left := [rank for rank in ranks if Path(f"/proc/{rank}").exists()]:
         assert time.monotonic() < deadline, left

@@ -26,10 +26,12 @@ GRID = {
     "pp": (1, 2),
     "dp": (1, 2),
     "accumulation": (1, 4),
-    "schedule": ("1f1b", "zero-bubble"),
+    "chunks": (1, 2),
+    "schedule": ("1f1b", "interleaved", "zero-bubble"),
     "stage": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
     "recompute": ("none", "selective", "full"),
+    "home": ("device", "host"),
 }
 
 

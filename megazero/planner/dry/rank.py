@@ -29,6 +29,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import HostMemoryKind, StepMemory
 from megazero.model import initial_values
+from megazero.model.compiled import is_compiled
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.param_spec import StateFragment
 from megazero.parallel.topology import Topology
@@ -130,9 +131,13 @@ class DryJob:
     @property
     def compiles(self) -> bool:
         """True if the run compiles on its devices, which are assumed to have what torch's compiler needs."""
-        keeps_ledger = self.config.logging.ledger or self.config.logging.ledger_limit is not None
-        is_free = not (keeps_ledger or self.config.curriculum.curriculum_learning)
-        return self.is_gpu and self.config.training.compile != "off" and is_free
+        return self.is_gpu and is_compiled(
+            self.config.training.compile,
+            torch.device("cuda"),
+            keeps_ledger=self.config.logging.ledger or self.config.logging.ledger_limit is not None,
+            cuts_rows=self.config.curriculum.curriculum_learning,
+            on_this_machine=False,
+        )
 
 
 @dataclass(frozen=True, eq=False)

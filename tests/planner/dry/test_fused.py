@@ -8,18 +8,21 @@ import torch.nn.functional as F
 from support.each import each
 from torch import Tensor
 
+from megazero.command_line.parse import parse
 from megazero.memory.ledger import Ledger
 from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.planner.dry.fused import FusedCode
 from megazero.planner.dry.kernels import gpu_kernels
-from megazero.planner.dry.rank import dry_tensors
+from megazero.planner.dry.rank import DryJob, dry_tensors
 from megazero.planner.dry.recorder import Recorder
 from megazero.planner.trace import Compute
 
 N, WIDTH = 64, 32  # rows, and columns of every matrix
 WHOLE = 4 * N * WIDTH  # bytes of an activation
 WEIGHT = 4 * WIDTH**2
+_SMALL = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --micro-batch-size 1"
+_SMALL += " --mock-data --train-iters 4 --lr 1e-3"
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -98,3 +101,19 @@ def test_code_without_products_or_backward_is_one_pass() -> None:
     (kernel,) = forward(rescaled)[3]
     assert (kernel.read_bytes, kernel.written_bytes, kernel.flops) == (WHOLE + WEIGHT, ROWS, 0)
     assert len([kernel for kernel in forward(gated)[3] if kernel.flops]) == 3
+
+
+def test_a_plan_compiles_where_the_run_would() -> None:
+    """A laptop needs no compiler to plan for GPUs."""
+
+    def compiles(words: str, *, is_gpu: bool = True) -> bool:
+        config = parse(f"{_SMALL} {words}".split(), world_size=1).config
+        return DryJob(config, 64, Nodes((1,)), is_gpu=is_gpu).compiles
+
+    curriculum = (
+        "--curriculum-learning --curriculum-schedule fixed_linear --curriculum-min-seqlen 8 --curriculum-max-seqlen 16"
+        " --curriculum-steps 2 --curriculum-seqlen-step 8"
+    )
+    assert compiles("") and compiles("--compile max") and not compiles("--compile off")
+    assert not compiles("--ledger --ledger-dir ledgers") and not compiles(curriculum)
+    assert not compiles("", is_gpu=False)
