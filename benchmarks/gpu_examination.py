@@ -200,7 +200,7 @@ class Examination:
         text = under_way.log.read_text(encoding="utf-8", errors="replace")
         self._logs[key] = text[-_LOG_BYTES:]
         if row["status"] != PASSED:
-            row["tail"] = text[-1500:]
+            row["tail"] = text[-1500:].replace(f"{FOLDER.parent}/", "")
         self.record["phases"][key] = row
         found = row.get("found", {})
         brief = found.get("error") or found.get("summary", "")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megazero.operating_system import lock_file, unlock_file
+from megazero.tensor_parallel.decompositions import DECOMPOSITIONS, decompositions
 
 # The search of torch's mode "max-autotune-no-cudagraphs": CUDA graphs keep addresses, and ZeRO moves parameters.  Of
 # matrix products torch's library and Triton's kernels are timed; torch's C++ kernels are for CPUs.
@@ -38,7 +39,16 @@ def compiled(function: Callable[..., Any], *, searches: bool = False, has_one_sh
 def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
     from torch._inductor.compile_fx import compile_fx  # takes a second to import, where nothing is compiled too
 
-    return compile_fx(graph, list(inputs), inner_compile=_compile_in_turn, config_patches=options)
+    # The compiler's cache on the disk does not look at decompositions: what was made with torch's own has another tag.
+    settings: Any = torch.compiler.config
+    with settings.patch(cache_key_tag=f"{settings.cache_key_tag} {DECOMPOSITIONS}"):
+        return compile_fx(
+            graph,
+            list(inputs),
+            inner_compile=_compile_in_turn,
+            config_patches=options,
+            decompositions=decompositions(),
+        )
 
 
 def _compile_in_turn(graph: torch.fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:

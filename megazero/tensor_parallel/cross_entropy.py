@@ -10,7 +10,8 @@ All of it is computed in the loss's dtype.  *In place*, step by step, it needs t
 a dozen passes over them.  *Fused* by torch's compiler it reads them in their own dtype.  On a GPU, where a pass over
 the logits costs as much as a product, it takes three: one for the peak of this rank's columns and the sum of
 exp(logit - this peak) at once, which is scaled to the peak over the ranks afterwards (Milakov and Gimelshein, arXiv
-1805.02867), one that reads the logits and one that writes their gradient.
+1805.02867), one that reads the logits and one that writes their gradient.  Where a GPU's rank has all columns, so that
+nothing is exchanged in between, one kernel does it all (`cross_entropy_kernel.py`).
 
     V = vocabulary, Vp = padded vocabulary; rank r of t holds columns [r Vp / t, (r + 1) Vp / t); m tokens
 """
@@ -38,17 +39,22 @@ class Labels(NamedTuple):
 class Softmax(Protocol):
     """An implementation of the loss and its gradient."""
 
-    def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
+    def losses(
+        self, logits: Tensor, labels: Labels, communicator: Communicator, *, wants_gradient: bool = True
+    ) -> tuple[Tensor, Callable[[], None]]:
         """Return the losses [m] of logits [m, Vp / t], unweighted, and a function that overwrites the logits.
 
         The function is called once, and turns the logits into their gradient.  Before that their content is undefined.
+        wants_gradient: False where it will not be called.
         """
 
 
 class InPlaceSoftmax:
     """The loss step by step, in as little memory as possible."""
 
-    def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
+    def losses(
+        self, logits: Tensor, labels: Labels, communicator: Communicator, *, wants_gradient: bool = True
+    ) -> tuple[Tensor, Callable[[], None]]:
         x = logits.to(_loss_dtype(logits))
         local = _VocabRange.of(logits, labels, communicator.rank)
         x[:, local.num_real :] = -torch.inf
@@ -73,16 +79,29 @@ class InPlaceSoftmax:
 
 
 class FusedSoftmax:
-    """The same loss in three functions, between which ranks communicate; compile=False leaves them to plain torch."""
+    """The same loss in three functions, between which ranks communicate, or on one GPU in a kernel.
+
+    compile=False leaves the functions to plain torch.
+    """
 
     def __init__(self, *, compile: bool = True, searches: bool = False) -> None:
         pieces: list[Callable[..., Any]] = [_peak_and_total, _sums, _gradient]
+        self._is_compiled = compile
         if compile:
             pieces = [compiled(piece, searches=searches) for piece in pieces]
         self._peak_and_total, self._sums, self._gradient = pieces
 
-    def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
+    def losses(
+        self, logits: Tensor, labels: Labels, communicator: Communicator, *, wants_gradient: bool = True
+    ) -> tuple[Tensor, Callable[[], None]]:
         local = _VocabRange.of(logits, labels, communicator.rank)
+        if self._is_compiled and communicator.size == 1 and logits.is_cuda and logits.dtype != torch.float64:
+            from megazero.tensor_parallel import cross_entropy_kernel  # needs Triton, which torch for GPUs has
+
+            found = cross_entropy_kernel.losses(
+                logits, labels.ids, labels.token_weights, local.num_real, wants_gradient=wants_gradient
+            )
+            return found, lambda: None
         logits[:, local.num_real :] = -torch.inf  # so that no pass over the logits compares columns
         peak, local_peak, total = self._peak_and_total(logits)
         communicator.all_reduce(peak, "max").wait()

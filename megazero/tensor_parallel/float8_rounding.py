@@ -68,7 +68,9 @@ def largest_magnitude(x: Tensor) -> Tensor:
 def _by_maximum_on_cpu(
     x: Tensor, maximum: Tensor | None, dtype: torch.dtype, by_rows: bool, by_columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    factor = torch.finfo(dtype).max / (largest_magnitude(x) if maximum is None else maximum).clamp(min=LEAST)
+    known = (largest_magnitude(x) if maximum is None else maximum).clamp(min=LEAST)
+    # A number over a tensor is its product with the tensor's reciprocal to torch, which is rounded twice.
+    factor = torch.full_like(known, torch.finfo(dtype).max) / known
     return *_rounded(x, factor, dtype, by_rows, by_columns), factor.reciprocal()
 
 

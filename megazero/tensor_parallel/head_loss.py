@@ -215,9 +215,10 @@ def _loss_of_chunk(
     """Return the chunk's weighted loss; its logits [n, Vp / t] are overwritten by their gradient, then freed."""
     logits = head.products.output(tokens.x, weight, None)
     labels = tokens.labels
-    losses, differentiate = head.softmax.losses(logits, labels, head.border.communicator)
+    wants_gradient = not (reduce_x is None and weight_sum is None)
+    losses, differentiate = head.softmax.losses(logits, labels, head.border.communicator, wants_gradient=wants_gradient)
     loss = (losses if labels.token_weights is None else losses * labels.token_weights).sum()
-    if reduce_x is None and weight_sum is None:
+    if not wants_gradient:
         return loss
     differentiate()
     in_flight = None if reduce_x is None else reduce_x(head.products.input_gradient(logits, weight))

@@ -46,6 +46,7 @@ OPTIONAL = (
     *("torch.utils.tensorboard", "PIL", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid"),
     *("ray", "wandb", "mlflow"),
     "megazero.tensor_parallel.float8_kernels",  # of Triton, which torch for GPUs has
+    "megazero.tensor_parallel.cross_entropy_kernel",
 )
 
 # The files that users start.  torch takes most of a second to load, so programs read their command line without it:

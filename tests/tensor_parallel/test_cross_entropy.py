@@ -167,3 +167,38 @@ def test_fused_pieces_read_the_logits_as_they_are() -> None:
     found(FusedSoftmax(), torch.bfloat16, weighted=False, axis=LocalCommunicator())
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpus_kernel_has_the_losses_and_gradients_of_torch(dtype: torch.dtype) -> None:
+    """Rows of one block and of several, the last of them part padding, with weights and without; float64 on the CPU."""
+    generator = torch.Generator().manual_seed(11)
+    for num_rows, width, real in ((7, 12, 9), (1, 1, 1), (3, 40_001, 40_001), (5, 50_304, 50_257), (2, 50_304, 30_000)):
+        logits = (torch.randn(num_rows, width, generator=generator) * 5).to(dtype)
+        logits[:, real:] = 1e4
+        labels = torch.randint(real, (num_rows,), generator=generator)
+        labels[0] = real - 1
+        for weights in (None, torch.rand(num_rows, generator=generator)):
+            expected_losses, expected_gradient = plain(logits, labels, weights, real)
+            mine, softmax = logits.cuda(), FusedSoftmax()
+            given = Labels(labels.cuda(), None if weights is None else weights.cuda(), real)
+            losses, _ = softmax.losses(mine, given, LocalCommunicator(), wants_gradient=False)
+            assert torch.equal(mine.cpu(), logits)
+            torch.testing.assert_close(losses.cpu().double(), expected_losses, rtol=1e-6, atol=1e-5)
+            losses, differentiate = softmax.losses(mine, given, LocalCommunicator())
+            differentiate()
+            torch.testing.assert_close(losses.cpu().double(), expected_losses, rtol=1e-6, atol=1e-5)
+            bound = 1e-6 if dtype == torch.float32 else 4e-3
+            torch.testing.assert_close(mine.cpu().double(), expected_gradient, rtol=bound, atol=bound)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@each("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_gpus_kernel_shows_logits_that_are_not_finite(value: float) -> None:
+    logits, labels, _ = draw(torch.float32, weighted=False)
+    logits[2, int(labels[2])] = value
+    losses, _ = FusedSoftmax().losses(logits.cuda(), Labels(labels.cuda(), None, REAL), LocalCommunicator())
+    assert torch.isfinite(losses).tolist() == [token != 2 for token in range(TOKENS)]
