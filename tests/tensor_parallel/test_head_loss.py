@@ -1,6 +1,7 @@
 """The head's loss in chunks gives plain torch's loss and gradients, with less memory and without needless products."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.errors import UsageError
 from megazero.memory.ledger import Ledger
 from megazero.parallel.gradient_slot import GradientSlot, attach_gradient_slot
+from megazero.tensor_parallel.cross_entropy import IN_PLACE, Labels
 from megazero.tensor_parallel.head_loss import Targets, row_chunks, summed_cross_entropy
 from megazero.tensor_parallel.regions import Border
 
@@ -348,6 +350,44 @@ def test_only_gradients_that_are_wanted(
     assert in_backward.count == 0
     for wants, tensor, gradient in ((x_wants, x, expected.grad_x), (weight_wants, weight, expected.grad_weight)):
         assert (tensor.grad is not None) == wants
+        if wants:
+            torch.testing.assert_close(tensor.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+class AtOnce:
+    """A loss that turns the logits into their gradient by itself, as a GPU's kernel does, and only where it is wanted.
+
+    wanted: for every chunk, whether it was.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: list[bool] = []
+
+    def losses(
+        self, logits: Tensor, labels: Labels, communicator: Communicator, *, wants_gradient: bool = True
+    ) -> tuple[Tensor, Callable[[], None]]:
+        self.wanted.append(wants_gradient)
+        found, differentiate = IN_PLACE.losses(logits, labels, communicator)
+        if wants_gradient:
+            differentiate()
+        return found, lambda: None
+
+
+@each(("x_wants", "weight_wants", "grad_enabled"), [(True, False, True), (False, True, True), (True, True, False)])
+def test_a_loss_with_its_gradient_at_once(x_wants: bool, weight_wants: bool, grad_enabled: bool) -> None:
+    """It is asked for the gradient exactly where one of the two inputs needs it."""
+    case, expected = draw(13), plain(draw(13))
+    x, weight = case.x.clone().requires_grad_(x_wants), case.matrix.clone().requires_grad_(weight_wants)
+    targets = Targets(case.labels, case.token_weights, 13, 3 * 13 * 8)
+    softmax = AtOnce()
+    with torch.set_grad_enabled(grad_enabled):
+        loss = summed_cross_entropy(x, weight, targets, Border(ALONE), softmax=softmax)
+    torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-12, atol=0)
+    assert softmax.wanted == [grad_enabled] * 4
+    if not grad_enabled:
+        return
+    (loss * FACTOR).backward()
+    for wants, tensor, gradient in ((x_wants, x, expected.grad_x), (weight_wants, weight, expected.grad_weight)):
         if wants:
             torch.testing.assert_close(tensor.grad, gradient, rtol=1e-12, atol=1e-12)
 
