@@ -59,7 +59,8 @@ def test_values_are_the_nearest(shape: tuple[int, int], dtype: torch.dtype) -> N
 @each("shape", SHAPES)
 @each("dtype", [E4M3, E5M2])
 def test_the_maximum_becomes_the_largest_number(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    for x in (drawn(*shape), torch.zeros(shape).bfloat16(), torch.full(shape, 2.0**-133).bfloat16()):
+    several = [drawn(*shape, seed=seed) for seed in range(9)]  # of maxima whose reciprocals are rounded up and down
+    for x in (*several, torch.zeros(shape).bfloat16(), torch.full(shape, 2.0**-133).bfloat16()):
         rows, columns, scale = by_maximum(x, dtype)
         maximum = x.float().abs().max()
         # Divided once: torch takes a number over a tensor for its product with the tensor's reciprocal.
