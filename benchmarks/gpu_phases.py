@@ -670,7 +670,7 @@ def ledger(bench: Bench) -> dict[str, Any]:
                 return {**row, "is_right": row["peak"] >= row["live"] > 0}
             peak, live = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
             # The ledger cannot count memory that a kernel allocates and frees within itself.
-            is_right = abs(row["peak"] / peak - 1) < 0.1
+            is_right = abs(row["peak"] / peak - 1) < 0.01
             return {**row, "allocator_peak": peak, "allocator_live": live, "is_right": is_right}
 
     measure(["--bf16"])  # makes libraries allocate their workspaces, which they keep

@@ -175,7 +175,7 @@ ASSUMPTIONS = {
     "high": Assumption(690, 640, 690, 394),
 }
 _BYTES_PER_SECOND = 4.3e12
-_UPDATE_BYTES = 44  # a parameter: its gradient copied (4), scaled (6), AdamW in fp32 (28), weights rounded to bf16 (6)
+_UPDATE_BYTES = 34  # a parameter: its gradient copied (4) and read for the norm (2), AdamW in one pass (28)
 _LOGITS_PASSES, _LOGITS_CHUNK = 3, 1 << 30  # over the logits in bf16; most bytes of a chunk in fp32
 
 
@@ -222,7 +222,7 @@ def predictions(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
     words = (
         "Predictions, not measurements: what a step would take on one H200 if its matrix products and its attention ran"
         " at the assumed rates, and all else moved its bytes at 4.3 TB/s. The bytes of blocks are those counted above;"
-        " logits are read or written three times, and a parameter takes 44 bytes a step. The rates are guesses from"
+        " logits are read or written three times, and a parameter takes 34 bytes a step. The rates are guesses from"
         " products of such shapes on such a GPU; the host, and kernels that wait for each other, are left out."
     )
     return ["## Predicted for one H200", paragraph(words), table(["step", "rates", *names, "ms", "tokens/s"], rows)]

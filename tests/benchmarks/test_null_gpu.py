@@ -90,7 +90,7 @@ def test_predictions_follow_from_operations_and_bytes() -> None:
     sizes = {"tokens": 65_536, "layers": 12, "width": 768, "length": 1024, "vocabulary": 50_304, "parameters": 124e6}
     found = {**FOUND, "block_bytes": 67 * 65_536 * 768 * 2, "model": sizes}
     parts = {name: 1e3 * seconds for name, seconds in predicted_seconds(found, ASSUMPTIONS["low"]).items()}
-    expected = [62.9, 21.0, 18.8, 26.0, 5.5, 1.27]
+    expected = [62.9, 21.0, 18.8, 26.0, 5.5, 0.98]
     assert list(parts.values()) == pytest.approx(expected, rel=0.02)
     lines = page(record_of({"GPT-2 124M": found, "small": FOUND}))[-1].splitlines()[2:]
     speeds = [float(line.split("|")[-2].strip().removesuffix("k")) for line in lines]

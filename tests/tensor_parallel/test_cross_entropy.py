@@ -1,7 +1,12 @@
 """Losses and gradients of logits, computed in place and fused, equal those of torch's cross-entropy in float64."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,29 +174,52 @@ def test_fused_pieces_read_the_logits_as_they_are() -> None:
     assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_gpus_kernel_has_the_losses_and_gradients_of_torch(dtype: torch.dtype) -> None:
-    """Rows of one block and of several, the last of them part padding, with weights and without; float64 on the CPU."""
+def check_kernel(device: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]]) -> None:
+    """Compare the kernel's losses and gradients of (tokens, columns, real columns) with float64, weighted and not."""
+    from megazero.tensor_parallel import cross_entropy_kernel
+
     generator = torch.Generator().manual_seed(11)
-    for num_rows, width, real in ((7, 12, 9), (1, 1, 1), (3, 40_001, 40_001), (5, 50_304, 50_257), (2, 50_304, 30_000)):
+    for num_rows, width, real in shapes:
         logits = (torch.randn(num_rows, width, generator=generator) * 5).to(dtype)
         logits[:, real:] = 1e4
         labels = torch.randint(real, (num_rows,), generator=generator)
         labels[0] = real - 1
         for weights in (None, torch.rand(num_rows, generator=generator)):
             expected_losses, expected_gradient = plain(logits, labels, weights, real)
-            mine, softmax = logits.cuda(), FusedSoftmax()
-            given = Labels(labels.cuda(), None if weights is None else weights.cuda(), real)
-            losses, _ = softmax.losses(mine, given, LocalCommunicator(), wants_gradient=False)
-            assert torch.equal(mine.cpu(), logits)
-            torch.testing.assert_close(losses.cpu().double(), expected_losses, rtol=1e-6, atol=1e-5)
-            losses, differentiate = softmax.losses(mine, given, LocalCommunicator())
-            differentiate()
-            torch.testing.assert_close(losses.cpu().double(), expected_losses, rtol=1e-6, atol=1e-5)
-            bound = 1e-6 if dtype == torch.float32 else 4e-3
-            torch.testing.assert_close(mine.cpu().double(), expected_gradient, rtol=bound, atol=bound)
+            mine, ids = logits.to(device, copy=True), labels.to(device)
+            given = None if weights is None else weights.to(device)
+            for wants_gradient, bound, expected in ((False, 0.0, logits), (True, 4e-3, expected_gradient)):
+                losses = cross_entropy_kernel.losses(mine, ids, given, real, wants_gradient=wants_gradient)
+                torch.testing.assert_close(losses.cpu().double(), expected_losses, rtol=1e-6, atol=1e-5)
+                bound = min(bound, 1e-6) if dtype == torch.float32 else bound
+                torch.testing.assert_close(mine.cpu().double(), expected.double(), rtol=bound, atol=bound)
+
+
+# Rows of one block and of several, the last of them padding in part.
+GPU_SHAPES = [(7, 12, 9), (1, 1, 1), (3, 40_001, 40_001), (5, 50_304, 50_257), (2, 50_304, 30_000)]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpus_kernel_has_the_losses_and_gradients_of_torch(dtype: torch.dtype) -> None:
+    check_kernel("cuda", dtype, GPU_SHAPES)
+    logits, labels, _ = draw(dtype, weighted=False)
+    mine = logits.cuda()
+    losses, differentiate = FusedSoftmax().losses(mine, Labels(labels.cuda(), None, REAL), LocalCommunicator())
+    differentiate()
+    expected_losses, expected_gradient = plain(logits, labels, None)
+    torch.testing.assert_close(losses.cpu().double(), expected_losses, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(mine.cpu().double(), expected_gradient, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it comes with torch for GPUs")
+def test_the_kernel_as_triton_interprets_it_on_a_cpu() -> None:
+    words = f"import test_cross_entropy as t, torch; t.check_kernel('cpu', torch.bfloat16, {GPU_SHAPES[:3]})"
+    words += "; t.check_kernel('cpu', torch.float32, [(2, 5000, 4100)])"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", words], env=environment, check=True)
 
 
 @pytest.mark.cuda
