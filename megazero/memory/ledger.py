@@ -131,7 +131,7 @@ class Ledger:
         self._allocator = allocator or ((lambda: torch.cuda.memory_allocated(device)) if on_cuda else None)
         self._limit = None if limit_bytes is None else MemoryLimit(limit_bytes)
         self._watch = _Watch()
-        self._watch.show = self._operation_done
+        self._watch.show = self.operation_done
         self._labels: dict[Category, _Label] = {name: _Label(name, is_fixed=True) for name in CATEGORIES}
         self._inside: list[Category] = []
         self._live: dict[int, _Entry] = {}
@@ -174,6 +174,15 @@ class Ledger:
             yield
         finally:
             self._inside.pop()
+
+    def operation_done(self, result: Any) -> None:
+        """Count what an operation has made or resized; the ledger's own mode calls this, where it is entered."""
+        name = self._unit_now()
+        if not self._units or name is not self._units[-1].name:
+            self._units.append(UnitMark(self._num_operations, name))
+        self._num_operations += 1
+        self._look_through(result)
+        self._check_limit()
 
     def resized(self, tensor: Tensor) -> None:
         self._meet(tensor)
@@ -262,14 +271,6 @@ class Ledger:
             if entry.label is None and storage is not None:
                 found["pinned_host" if entry.is_pinned else "host"] += storage.nbytes()
         return found
-
-    def _operation_done(self, result: Any) -> None:
-        name = self._unit_now()
-        if not self._units or name is not self._units[-1].name:
-            self._units.append(UnitMark(self._num_operations, name))
-        self._num_operations += 1
-        self._look_through(result)
-        self._check_limit()
 
     def _look_through(self, result: Any) -> None:
         if isinstance(result, Tensor):

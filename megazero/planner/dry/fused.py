@@ -60,7 +60,7 @@ class _Rounded:
 
 
 class FusedCode(TorchDispatchMode):
-    """The compiled code of a dry rank; entered inside of the ledger's and the recorder's contexts."""
+    """The compiled code of a dry rank; entered inside of hollow tensors."""
 
     def __init__(self, ledger: Ledger, recorder: Recorder) -> None:
         TorchDispatchMode.__init__(self)

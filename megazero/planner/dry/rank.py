@@ -170,12 +170,16 @@ class RankRecord(NamedTuple):
 
 
 @contextmanager
-def dry_tensors(ledger: Ledger | None = None, operators: Operators | None = None) -> Iterator[None]:
+def dry_tensors(
+    ledger: Ledger | None = None, operators: Operators | None = None, recorder: Recorder | None = None
+) -> Iterator[None]:
     """Make all tensors hollow inside, and draw no initial values, for which parameters have no memory.
 
     ledger: the one that counts them, which is called where a storage is resized.  operators: those found so far.
+    recorder: one that records operations, and shows them to the ledger, which is not entered then.
     """
-    hollow = Hollow(operators=operators) if ledger is None else Hollow(ledger.storage_resized, operators)
+    done = None if recorder is None else recorder.operation_done
+    hollow = Hollow(operators=operators) if ledger is None else Hollow(ledger.storage_resized, operators, done)
     with hollow, patch.object(initial_values, "_slices", lambda spec, seed, threads: ()):
         yield
 
@@ -195,8 +199,8 @@ class DryRank:
         self.recorder = Recorder(self.ledger, job.topology, rank, job.nodes, is_gpu=job.is_gpu)
         self.homes = DryHomes(self.recorder)
         attention = kernels(is_gpu=job.is_gpu, attention=job.attention_backend)
-        tensors = dry_tensors(self.ledger, operators)
-        for context in (tensors, self.ledger, self.recorder, attention, self.homes.installed()):
+        tensors = dry_tensors(self.ledger, operators, self.recorder)
+        for context in (tensors, attention, self.homes.installed()):
             stack.enter_context(context)
         if job.compiles:
             stack.enter_context(FusedCode(self.ledger, self.recorder))

@@ -1,6 +1,6 @@
 """Records what a dry rank does: kernels, messages, copies and waits, in order, with their places in model and step.
 
-The recorder is a dispatch mode inside the ledger's (`memory/ledger.py`): both see the same operations.
+The recorder is shown every operation (`hollow.py`), and shows it to the ledger (`memory/ledger.py`).
 """
 
 import sys
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.comm.interface import FILE, Collective, Communicator, FileTransfer, HostTransfer, ReduceKind, Work
 from megazero.comm.links import Links
@@ -55,11 +54,10 @@ class SourceLine(NamedTuple):
     function: str
 
 
-class Recorder(TorchDispatchMode):
-    """The events of one rank, part by part, kept while entered as a context inside the ledger's."""
+class Recorder:
+    """The events of one rank, part by part, of the operations that it is shown."""
 
     def __init__(self, ledger: Ledger, topology: Topology, rank: int, nodes: Nodes, *, is_gpu: bool) -> None:
-        TorchDispatchMode.__init__(self)
         self.parts: dict[Part, tuple[Event, ...]] = {}
         self.channels: dict[str, Channel] = {}
         self.meter = RecordingMeter(self)
@@ -78,20 +76,13 @@ class Recorder(TorchDispatchMode):
         self.is_beside = False
         """True while what is recorded runs on a thread beside the step."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled in a dry run, and torch's guard takes longer than what is recorded."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def operation_done(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count what an operation has made, and record it."""
+        self._ledger.operation_done(result)
         self._lines.append(_line())
-        call = self._operations.of_call(func, args, kwargs or {}, result)
+        call = self._operations.of_call(func, args, kwargs, result)
         if call is not None:
             self._compute(*call)
-        return result
 
     def join(self, first: int, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Have one kernel that reads and writes these tensors once stand for the kernels from event `first` on."""
