@@ -144,8 +144,13 @@ def run_config(layout: Layout, family: str = "gpt2") -> RunConfig:
     sections: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         sections.setdefault(_SECTIONS[name], {})[name] = value
-    base = _base()
-    return replace(base, **{name: replace(getattr(base, name), **section) for name, section in sections.items()})
+    return replace(_base(), **{name: _section(name, frozenset(changes.items())) for name, changes in sections.items()})
+
+
+@functools.cache
+def _section(name: str, changes: frozenset[tuple[str, Any]]) -> Any:
+    """Return a section of the run with these settings; thousands of layouts have a few dozen sections."""
+    return replace(getattr(_base(), name), **dict(changes))
 
 
 @functools.cache
