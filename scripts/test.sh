@@ -3,9 +3,9 @@
 #
 #   bash scripts/test.sh [--fast] [--no-install] [arguments of pytest]
 #
-# --fast leaves out the tests that need a process group or a GPU, and those that are marked `long`.  --no-install uses the
-# python that is there (PYTHON, python3 by default) and its packages.  Every phase runs even when one before it failed;
-# the exit status is 0 only if all passed.
+# --fast leaves out the tests that need a process group or a GPU.  --no-install uses the python that is there (PYTHON,
+# python3 by default) and its packages.  Every phase runs even when one before it failed; the exit status is 0 only if
+# all passed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh
@@ -16,9 +16,7 @@ selected=()
 while (($#)); do
     case "$1" in
     --no-install) install=no ;;
-    --fast)
-        selected=(-m "pure and not long")
-        ;;
+    --fast) selected=(-m pure) ;;
     *) break ;;
     esac
     shift
@@ -60,8 +58,18 @@ checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # Files are dealt out to a process of pytest for each core, up to four: each imports all tests, and has ranks of its own.
 cores="$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
-phase "pytest" "$python" -m pytest --numprocesses "$cores" --maxprocesses 4 --dist loadfile \
-    --no-loadscope-reorder --durations 20 ${selected[@]+"${selected[@]}"} "$@"
+# Rewriting every assert, so that it can show its values, takes longer than compiling the tests: those that fail are
+# run again with it.
+tests() {
+    local status=0 shared=(--numprocesses "$cores" --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
+    "$python" -m pytest "${shared[@]}" --assert plain --durations 20 ${selected[@]+"${selected[@]}"} "$@" || status=$?
+    if ((status == 1)); then
+        printf -- '--- pytest: those that failed, with the values of their assertions\n'
+        "$python" -m pytest --last-failed ${selected[@]+"${selected[@]}"} "$@" || true
+    fi
+    return "$status"
+}
+phase "pytest" tests "$@"
 
 verdict_on_types() {
     local status=0

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 
-import pytest
 from support.source_tree import PROGRAMS, ROOT, sources
 
 from megazero.interrupts import NOT_ON_WINDOWS
@@ -64,7 +63,6 @@ def interrupted(programs: list[str], handler: str) -> tuple[list[str], str]:
     return done.stdout.splitlines(), done.stderr
 
 
-@pytest.mark.long
 def test_an_interrupt_during_imports_is_a_word() -> None:
     programs = [source.name for source in sources("megazero/__main__.py", *PROGRAMS)]
     statuses, told = interrupted(programs, "default")

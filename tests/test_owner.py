@@ -72,7 +72,6 @@ def test_a_process_is_gone_whose_parent_waits_for_it_while_it_is_looked_at(monke
     assert process_state(child, owner.started) is ProcessState.GONE
 
 
-@pytest.mark.long
 def test_a_process_is_gone_once_its_connections_are_closed() -> None:
     """A peer that finds a connection closed asks at once, while the killed process's threads still stand as running."""
     for _ in range(15):

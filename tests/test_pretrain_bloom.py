@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support.source_tree import ROOT
 
 # A published way to start one, with sizes and paths filled in, and the rest of what a run needs behind it.
@@ -17,7 +16,6 @@ WORDS = """
 """
 
 
-@pytest.mark.long
 def test_blooms_own_command_line_starts_one(tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}))

@@ -65,7 +65,6 @@ def test_a_run_reports_evaluates_and_saves(tmp_path: Path, monkeypatch: pytest.M
     assert from_yaml(checkpoint.config_yaml).data.split == "80,10,10"
 
 
-@pytest.mark.long
 def test_a_run_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     for train_iters in ("2", "4"):
         assert run_here(flags(tmp_path, train_iters=train_iters), monkeypatch) == 0
@@ -78,7 +77,6 @@ def test_a_run_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: pytest.Mo
     assert [step["loss"] for step in resumed.values()] == [step["loss"] for step in expected.values()]
 
 
-@pytest.mark.long
 def test_a_run_goes_on_with_other_corpora_length_and_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -114,7 +112,6 @@ def test_a_finished_run_has_nothing_left_to_do(
     assert [path.name for path in (tmp_path / "saved").glob("step_*")] == ["step_0000004"]
 
 
-@pytest.mark.long
 def test_a_stopped_run_can_be_told_from_a_finished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped run has the exit status of the setting; without the setting both exit with 0."""
     told = {"exit_status_when_stopped": "75"}
@@ -158,7 +155,6 @@ def test_a_loss_scale_at_its_end_stops_the_run_and_saves(
     assert open_checkpoint(tmp_path / "saved").progress["optimizer_steps"] == 0
 
 
-@pytest.mark.long
 def test_what_compiles_nothing_does_not_import_the_compiler(tmp_path: Path) -> None:
     """A run that trains and saves, and the library, import no torch._dynamo, half of the time of a start."""
     program = "import runpy, sys, megazero.library.step.passes; del sys.argv[0]; "

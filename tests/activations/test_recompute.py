@@ -105,7 +105,6 @@ def one_step(step: str, m: Parts, x: Tensor, first: Tensor) -> Tensor:
     return other[step]() if step in other else nn.functional.dropout(x, 0.4)
 
 
-@pytest.mark.long
 @given(st.lists(STEPS, max_size=16), st.sampled_from(KEEPINGS))
 def test_any_program(steps: list[str], keeping: str) -> None:
     def body(run: Run, m: Parts, x: Tensor) -> Tensor:

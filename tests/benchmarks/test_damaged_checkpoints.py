@@ -65,7 +65,6 @@ def test_every_flipped_bit_is_found_by_a_run_and_by_verify(root: Path) -> None:
     assert resumed(root).is_newest
 
 
-@pytest.mark.long
 def test_the_program_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--records", str(tmp_path / "r.jsonl"), "--flips", "1", "--output", str(tmp_path / "page.md")]
     assert main([*words, "--minutes", "0"]) == 2

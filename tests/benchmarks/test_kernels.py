@@ -108,7 +108,6 @@ def test_bytes_are_those_of_operands_and_results() -> None:
     assert narrow["AdamW"].nbytes == (2 + 6 * 4) * numel and narrow["gradient norm"].nbytes == 2 * numel
 
 
-@pytest.mark.long
 def test_8_bit_products_have_a_ceiling_of_their_own() -> None:
     sizes = replace(SIZES, dtype=torch.bfloat16)
     faster = replace(ONE, matmul={"float8": 4e9}, copy=1e15)

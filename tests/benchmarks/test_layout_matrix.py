@@ -27,7 +27,6 @@ def rewrite(folder: Path, **changes: Any) -> str:
     return str(record["layout"])
 
 
-@pytest.mark.long
 def test_the_draw_follows_from_its_seed() -> None:
     drawn = sample(40, 1, 2)
     assert drawn == sample(40, 1, 2) != sample(40, 2, 2)
@@ -35,7 +34,6 @@ def test_the_draw_follows_from_its_seed() -> None:
     assert {case.layout.world_size for case in drawn} == {1, 2}
 
 
-@pytest.mark.long
 def test_families_take_turns_in_layouts_that_are_legal_for_them() -> None:
     drawn = sample(40, 1, 2, FAMILIES)
     assert [case.family for case in drawn] == [*FAMILIES] * 20

@@ -16,7 +16,6 @@ def texts(file: Path) -> list[str]:
     return [each.text or "" for each in ElementTree.parse(file).iter() if each.tag.endswith("text")]
 
 
-@pytest.mark.long
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = MetricsFile(tmp_path / "m.jsonl")
     for iteration in (1, 2, 3):

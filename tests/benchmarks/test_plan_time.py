@@ -66,7 +66,6 @@ def over(bytes_a_second: float) -> Hardware:
     return replace(MACHINES["cpu"], devices_per_node=1, links=links, overlap_cost=0.0)
 
 
-@pytest.mark.long
 @each(
     ("words", "sent"),
     [

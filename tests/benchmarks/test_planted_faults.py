@@ -75,7 +75,6 @@ def write_tree(root: Path) -> None:
     (root / "tests/test_b.py").write_text("def test_it(): assert False\n")
 
 
-@pytest.mark.long
 def test_what_comes_of_each_row_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def use(faults: tuple[Fault, ...]) -> None:
         monkeypatch.setattr(planted_faults, "FAULTS", faults)

@@ -90,7 +90,6 @@ def test_every_line_is_of_one_kind(tree: Path) -> None:
     assert dict(one.functions()) == {"Thing.first": 5, "Thing.second": 4, "Thing.second.within": 2}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("folder", ["megazero", "tools", "benchmarks"])
 def test_kinds_of_lines_sum_up(folder: str) -> None:
     for file in source.read_files(ROOT, folder):

@@ -11,7 +11,6 @@ def run(tmp_path: Path, program: str, **environment: str) -> tuple[float, float,
     return measure([sys.executable, "-S", "-E", "-c", program], tmp_path, environment)
 
 
-@pytest.mark.long
 def test_seconds_and_memory_are_the_commands() -> None:
     quiet = run(Path("/"), "import time; time.sleep(0.2)")
     busy = run(Path("/"), "import time\nwhile time.process_time() < 0.3: pass")

@@ -4,7 +4,6 @@ import json
 import subprocess
 from pathlib import Path
 
-import pytest
 import wrong_invocations
 from support.warm_python import warm_python
 from wrong_invocations import faults, page, read_records
@@ -31,7 +30,6 @@ def test_what_is_no_good_refusal() -> None:
         assert faults({**good, **change}) == [fault]
 
 
-@pytest.mark.long
 def test_some_rows(tmp_path: Path) -> None:
     """Rows of a tool and of the library are refused well, are in the page, and are not tried again."""
     records = tmp_path / "records.jsonl"

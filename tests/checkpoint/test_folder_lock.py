@@ -193,7 +193,6 @@ def race(root: Path, start: int, *, keeps: bool) -> None:
     os._exit(4 if lock.broken else 3)
 
 
-@pytest.mark.long
 def test_of_many_processes_that_race_for_a_lock_one_has_it_at_a_time(tmp_path: Path) -> None:
     rounds = []
     for keeps in (True, False, False):
@@ -226,7 +225,6 @@ def killed_at(number: int, root: Path) -> bool:
     return status_of(in_a_child(take)) == 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_process_killed_anywhere_leaves_a_lock_that_can_be_taken(tmp_path: Path, is_held: bool) -> None:
     assert status_of(in_a_child(lambda: take_lock(tmp_path))) == 0

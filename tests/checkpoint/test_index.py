@@ -107,7 +107,6 @@ def test_every_box_is_in_one_segment_and_those_of_some_rows_are_in_few(per_segme
         assert len(near) <= 2 + 4 // per_segment
 
 
-@pytest.mark.long
 def test_every_flipped_byte_is_noticed() -> None:
     _, manifest, content = made(per_segment=64)
     for place in range(0, len(content), 5):

@@ -27,7 +27,6 @@ def problems_of(checkpoint: Checkpoint) -> list[str]:
     return [str(problem) for problems in checkpoint.verify() for problem in problems]
 
 
-@pytest.mark.long
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(saved=LAYOUTS, wanted=LAYOUTS, box_bytes=st.sampled_from([12, 60, 1 << 20]))
 def test_any_layout_reads_what_any_other_wrote(saved: Layout, wanted: Layout, box_bytes: int, tmp_path: Path) -> None:

@@ -103,7 +103,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interruption_is_told_in_a_word_and_can_be_gone_on_from(
     tmp_path: Path, kind: signal.Signals, undisturbed: Path

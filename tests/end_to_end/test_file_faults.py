@@ -271,7 +271,6 @@ def truncate(descriptor: int) -> None:
     os.ftruncate(descriptor, 1000)
 
 
-@pytest.mark.long
 @NEEDS_PROC
 @each(
     ("damage", "kind", "told"),

@@ -18,7 +18,6 @@ def flags(folder: Path, **changes: str | None) -> list[str]:
     return command_line({**SMALL_RUN, "--device": "cpu", **records, **named})
 
 
-@pytest.mark.long
 def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The peak that the ledger reports for a run is a sufficient limit for it; a little less is not."""
     set_launcher(monkeypatch)

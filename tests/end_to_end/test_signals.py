@@ -128,7 +128,6 @@ def test_workers_save_when_torchrun_is_asked_to_end(tmp_path: Path) -> None:
     complete_checkpoint(tmp_path)
 
 
-@pytest.mark.long
 def test_exit_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     set_launcher(monkeypatch)
     for end in (3, 6):

@@ -112,7 +112,6 @@ def test_every_family_and_layout_computes_the_references_logits_and_tokens(tmp_p
                 assert each.cache_bytes == derived.key_value_cache_bytes(config_of(family), **sizes, element_bytes=8)
 
 
-@pytest.mark.long
 def test_a_batch_is_its_prompts_alone(tmp_path: Path) -> None:
     """Texts end at different tokens, and waiting ones take their rows; draws are those of a prompt alone too."""
     config = config_of("qwen3")
@@ -139,7 +138,6 @@ EXPORTED = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("family", EXPORTED)
 def test_tokens_and_logits_are_those_of_transformers_generate(tmp_path: Path, family: str) -> None:
     """Transformers has a cache of its own; it computes some parts in float32, in whose place torch's own stand here."""

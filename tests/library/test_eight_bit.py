@@ -24,10 +24,7 @@ from megazero.library.state.access import safe_get_full_optimizer_state, safe_se
 from megazero.optim.eight_bit import KERNELS
 from megazero.zero.parameters.gathered import GatheredParameters
 
-pytestmark = [
-    pytest.mark.long,  # importing bitsandbytes imports a compiler
-    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the reference is bitsandbytes itself"),
-]
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the reference is bitsandbytes itself")
 
 STEPS = 5
 OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(

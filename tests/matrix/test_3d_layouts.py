@@ -150,7 +150,6 @@ def test_every_fault_is_tried() -> None:
 # --- the cover -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_every_pair_of_choices_is_in_the_cover() -> None:
     wanted, chosen = frozenset().union(*map(pairs, all_layouts())), cover()
     counts = Counter(pair for layout in chosen for pair in pairs(layout))
@@ -161,7 +160,6 @@ def test_every_pair_of_choices_is_in_the_cover() -> None:
     assert {layout.world_size for layout in (*chosen, *LARGE)} == set(SIZES)
 
 
-@pytest.mark.long
 def test_nothing_legal_is_left_out() -> None:
     """The list of legal layouts, which is built by a shorter way, holds every legal layout of the grid."""
     known, generator = frozenset(all_layouts()), random.Random(5)

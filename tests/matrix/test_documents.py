@@ -85,7 +85,6 @@ def test_either_alone_is_another_run(left_out: str, lines: str, alone: History) 
     assert deviation([*train_cell(cell, lines)], alone).losses > 1e6 * BOUND
 
 
-@pytest.mark.long
 def test_every_pair_of_choices_is_in_the_cover() -> None:
     assert all(layout.num_layers == 4 for layout in cover()), "one reference serves all"
     assert frozenset().union(*map(pairs, cover())) == frozenset().union(*map(pairs, all_layouts()))

@@ -116,7 +116,6 @@ def test_frozen_weights_may_be_stored_as_integers(corpus: str) -> None:
     assert encoded.losses != plain.losses
 
 
-@pytest.mark.long
 def test_every_pair_of_choices_is_in_the_cover() -> None:
     assert all(layout.num_layers == 4 for layout in cover()), "one reference serves all"
     assert frozenset().union(*map(pairs, cover())) == frozenset().union(*map(pairs, all_layouts()))

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from megazero.optim.block_moments import BLOCK, BlockElements, BlockMoment
 
-pytestmark = [
-    pytest.mark.long,  # importing bitsandbytes imports a compiler
-    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the reference is bitsandbytes itself"),
-]
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the reference is bitsandbytes itself")
 NUMEL = 600 * BLOCK
 
 

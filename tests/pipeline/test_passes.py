@@ -67,7 +67,6 @@ def test_exchanges_of_an_evaluation() -> None:
     assert with_exchanges((), shape, 0) == ()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_every_schedule_fits_together(name: str, num_stages: int) -> None:
@@ -151,7 +150,6 @@ def test_a_backward_beside_the_half_of_one_is_found() -> None:
         validate([parse("F0 I0 B0")], Shape(1, 1))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_can_be_left_out(name: str) -> None:
     """The simulation notices if any action is left out."""

@@ -131,7 +131,6 @@ def test_a_plan_is_a_page_and_json() -> None:
         assert words in page
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not PEAK.is_file(), reason="the system does not tell a peak that can be set back")
 def test_a_large_module_is_planned_in_little_memory() -> None:
     """Of 8.6 billion parameters, whose model states are 137 GB, on 64 ranks."""
@@ -160,7 +159,6 @@ def peak_kib() -> int:
     return int(line.split()[1])
 
 
-@pytest.mark.long
 def test_the_command_of_the_page_plans_a_module(capsys: pytest.CaptureFixture[str]) -> None:
     code = block_with("docs/planning.md", "plan_module.py").text.split("<<'PY'\n")[1].split("PY\n")[0]
     for given, smaller in (("Model(8192, 32)", "Model(256, 2)"), ("2048", "64"), ("50257", "61")):

@@ -41,7 +41,6 @@ def faster(machine: Hardware, times: float) -> Hardware:
     )
 
 
-@pytest.mark.long
 @each(
     ("words", "world", "machine"),
     [
@@ -68,7 +67,6 @@ def test_a_machine_that_is_twice_as_fast_in_everything_takes_half_as_long(words:
     assert {"forward", "backward", "update"} <= once.step.parts().keys()
 
 
-@pytest.mark.long
 @each(
     ("words", "world"), [("--zero-stage 3", 2), ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 4)]
 )

@@ -15,10 +15,7 @@ from support.small_runs import train_run
 
 from megazero.checkpoint.reader import open_checkpoint
 
-pytestmark = [
-    pytest.mark.long,  # importing bitsandbytes imports a compiler
-    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the kernels are those of bitsandbytes"),
-]
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the kernels are those of bitsandbytes")
 
 STEPS = 4
 LR = 0.01

@@ -262,7 +262,6 @@ def test_statistics_are_those_of_what_is_saved(tmp_path: Path) -> None:
         assert [point.step for point in points] == [1, 3, 5] and points[-1].value == pytest.approx(value)
 
 
-@pytest.mark.long
 def test_times_of_parts_come_at_log_intervals(tmp_path: Path) -> None:
     """An evaluation between two steps is no part of either."""
     written = {"log_timers_to_tensorboard": True, "eval_iters": 20, "eval_interval": 1}
@@ -303,7 +302,6 @@ def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:
     assert [(line["loss"], line["grad_norm"]) for line in quiet] == [(line["loss"], line["grad_norm"]) for line in loud]
 
 
-@pytest.mark.long
 def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Path) -> None:
     """A resumed run equals an uninterrupted one to the bit, in dropout, learning rate and metrics file too."""
     settings: dict[str, Any] = {
@@ -326,7 +324,6 @@ def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Pat
             assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("damage", "own"), [("data", True), ("data", False), ("manifest", True)])
 def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(tmp_path: Path, damage: str, own: bool) -> None:
     """It is the run that stayed, to the bit; only in its own folder are damaged checkpoints renamed."""
@@ -357,7 +354,6 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(tmp_path: P
             assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
 
 
-@pytest.mark.long
 def test_a_run_keeps_its_id_and_a_journal(tmp_path: Path) -> None:
     """Starts of one command line are one run, whose changed settings are written down; finetuning is another run."""
     command = {"exit_interval": 2, "load": str(tmp_path / "save")}
@@ -395,7 +391,6 @@ def test_a_length_in_samples_is_kept_with_another_global_batch(tmp_path: Path) -
     assert "iteration 4/4" in told.text
 
 
-@pytest.mark.long
 def test_a_growing_batch_goes_on_where_it_was_with_another_micro_batch(tmp_path: Path) -> None:
     """Steps of 2, 2, 4 and 6 samples, then those of 6 that fit; figures and rates follow each step's own size."""
     ramp = {"train_iters": None, "train_samples": 27, "rampup_batch_size": ["2", "2", "8"], "global_batch_size": 6}
@@ -420,7 +415,6 @@ def test_a_growing_batch_goes_on_where_it_was_with_another_micro_batch(tmp_path:
     assert open_checkpoint(parts / "save").progress["update_samples"] == 26
 
 
-@pytest.mark.long
 def test_rows_are_cut_as_the_schedule_says_and_a_run_goes_on_with_its_lengths_and_rates(tmp_path: Path) -> None:
     """Rows of 2, 4, 6 and 8 tokens, 2 of them a step; the run, warm-up and decay are given in tokens."""
     cut = {"curriculum_learning": True, "curriculum_min_seqlen": 2, "curriculum_seqlen_step": 2, "curriculum_steps": 5}
@@ -873,7 +867,6 @@ def test_ranks_hold_the_whole_model_between_them(written: Path) -> None:
 # --- saving beside training -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "keep_last": 2}, {"exit_interval": 4}], ids=str)
 def test_a_run_saves_the_same_beside_training(settings: dict[str, Any], tmp_path: Path) -> None:
     """Every checkpoint is that of a run which waits, to the bit, and a run goes on from it."""

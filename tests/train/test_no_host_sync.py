@@ -361,7 +361,6 @@ def records_of(folder: Path, size: int) -> None:
     assert list((folder / "board").iterdir())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [

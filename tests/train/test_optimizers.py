@@ -28,8 +28,6 @@ from megazero.train.build import batch_layout, step_context
 from megazero.train.start.inputs import RunInputs
 from megazero.train.step import StepControls, training_step
 
-pytestmark = pytest.mark.long
-
 GLOBAL_BATCH = 4
 STEPS = 4
 LR = 0.01

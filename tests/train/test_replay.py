@@ -183,7 +183,6 @@ def test_a_fault_is_named_and_changes_nothing(case: Case, tmp_path: Path) -> Non
             assert torch.equal(value, checkpoint.read_full(name, kind)), (name, kind)
 
 
-@pytest.mark.long
 def test_the_state_before_is_saved_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     settings = {"train_iters": 5, "micro_batch_size": 2, "global_batch_size": 2 * ACCUMULATION, "precision": "fp32"}
     train_run(0, 1, {**settings, "save": str(tmp_path / "straight")})

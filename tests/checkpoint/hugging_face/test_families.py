@@ -63,7 +63,6 @@ def saved(folder: Path, name: str) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shard_bytes", [10**9, 60_000])
 def test_there_and_back(name: str, shard_bytes: int, tmp_path: Path) -> None:

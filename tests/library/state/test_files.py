@@ -30,8 +30,6 @@ from megazero.library.state.access import (
 from megazero.zero.parameters.gathered import GatheredParameters
 from megazero.zero.plan import Home
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).parents[3]
 WIDTH, SAMPLES = 12, 8
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -38,7 +38,6 @@ def advice() -> Advice:
     return advise(search(), [Nodes((2, 2))], limit=Limit(3, 1e9))
 
 
-@pytest.mark.long
 def test_commands_are_those_of_the_layouts(advice: Advice) -> None:
     text = list(lines(advice))
     assert max(map(len, text)) <= 100
@@ -75,7 +74,6 @@ def test_the_json_has_all_of_it(advice: Advice) -> None:
     assert [row["step_seconds"] for row in found["fastest"]] == sorted(row["step_seconds"] for row in found["fastest"])
 
 
-@pytest.mark.long
 def test_nothing_fits_a_device_that_is_full_of_its_context() -> None:
     found = advise(search(0.5e9), [Nodes((2, 2))])
     text = "\n".join(lines(found))
@@ -84,7 +82,6 @@ def test_nothing_fits_a_device_that_is_full_of_its_context() -> None:
     assert "no layout was found that fits, on these nodes or more" in text
 
 
-@pytest.mark.long
 def test_the_nearest_is_a_change_of_one_setting() -> None:
     """The given micro-batch keeps too much; with a smaller one, or recomputed, it fits."""
     wide = WORDS.replace("--micro-batch-size 1", "--micro-batch-size 6").replace(

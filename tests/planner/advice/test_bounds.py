@@ -14,8 +14,6 @@ from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES
 from megazero.planner.predict import forecast_of
 
-pytestmark = pytest.mark.long
-
 PARTS = ("start-up", "first step", "steady step")
 MODELS = {
     "GPT-2, dropout": ("dgx2-v100", "--precision fp16"),

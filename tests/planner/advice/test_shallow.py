@@ -13,8 +13,6 @@ from megazero.planner.machines import MACHINES
 from megazero.planner.predict import forecast_of
 from megazero.planner.words import read_run
 
-pytestmark = pytest.mark.long
-
 V100 = MACHINES["dgx2-v100"]
 
 

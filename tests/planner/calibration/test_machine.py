@@ -128,7 +128,6 @@ def test_no_message_is_longer_than_the_first_that_takes_long() -> None:
     assert curve.at(1 << 22) == pytest.approx((1 << 14) / 0.25, rel=0.2)
 
 
-@pytest.mark.long
 def test_one_process_writes_a_file_that_a_plan_reads(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     calibrate(path, Launch(0, 1, 0), device="cpu", effort=LEAST)
@@ -143,7 +142,6 @@ def test_one_process_writes_a_file_that_a_plan_reads(tmp_path: Path) -> None:
         calibrate(tmp_path / "no" / "mine.yaml", Launch(0, 1, 0), device="cpu", effort=LEAST)
 
 
-@pytest.mark.long
 def test_a_quick_calibration_measures_fewer_sizes_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "quick.yaml"
     calibrate(path, Launch(0, 1, 0), device="cpu", effort=LEAST, is_quick=True)

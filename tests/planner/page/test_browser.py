@@ -8,7 +8,7 @@ from support.plan_page import Drawn, drawn_plan
 
 CAPTION = "The plan and this setting, bytes of the rank that needs most"
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")]
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,6 @@ def test_a_page_without_layouts_has_no_picture(advice: Advice) -> None:
     assert "No layout of these nodes was run dry." in page and "<svg" not in page and "No layout fits." in page
 
 
-@pytest.mark.long
 @pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
 def test_points_are_reached_by_keyboard_and_mark_their_row(page: str, tmp_path: Path) -> None:
     asked = """<script>

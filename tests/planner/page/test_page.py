@@ -20,7 +20,6 @@ def embedded(page: str) -> Any:
     return json.loads(page.partition('id="plan">')[2].partition("</script>")[0])
 
 
-@pytest.mark.long
 def test_it_is_well_formed_and_needs_nothing_else(drawn: Drawn) -> None:
     reader = Reader(drawn.page)
     assert reader.open == []

@@ -16,8 +16,6 @@ from megazero.planner.page.what_if import (
     with_setting,
 )
 
-pytestmark = pytest.mark.long
-
 GIVEN = {"micro-batch": 1, "stage": 1, "recomputation": "full", "homes": "cpu"}
 
 

@@ -13,8 +13,6 @@ from megazero.planner.paper.figures import DGX2, baseline, figure_6, figure_7, l
 from megazero.planner.paper.points import PaperRun
 from megazero.planner.paper.tables import TABLE_2
 
-pytestmark = pytest.mark.long
-
 
 @each("point", [*points.FIGURE_2, *points.FIGURE_2_BASELINE, *points.FIGURE_3, *points.FIGURE_4])
 def test_a_shape_has_the_parameters_of_its_name(point: PaperRun) -> None:

@@ -7,8 +7,6 @@ from torch import nn
 from megazero.errors import MemoryLimitError
 from megazero.planner.paper.fragments import DEVICE_MIB, MIB, Tower, Trained, train
 
-pytestmark = pytest.mark.long
-
 LIMIT = DEVICE_MIB * MIB
 
 

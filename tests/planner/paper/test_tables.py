@@ -36,7 +36,6 @@ def test_every_cell_of_tables_1_and_2_is_the_formula() -> None:
             assert cell == pytest.approx(tp * 32 / (16 - divided + divided / 64), rel=0.025)
 
 
-@pytest.mark.long
 def test_volumes_of_sections_7_and_8() -> None:
     rows = [*tables._section_7(), *tables._section_8()]
     for row in rows:

@@ -57,7 +57,6 @@ def clean(request: CleaningRequest, bad: BadLines | None = None) -> list[StepCou
     return clean_corpus(request, Console(rank=0), bad)
 
 
-@pytest.mark.long
 def test_steps_in_their_order(tmp_path: Path) -> None:
     counts = clean(request(tmp_path, EVERYTHING, dropped=tmp_path / "gone.jsonl"))
     kept, gone = read(tmp_path / "out.jsonl"), read(tmp_path / "gone.jsonl")

@@ -128,7 +128,6 @@ def test_the_nearest_document_is_named() -> None:
     assert dropped == Dropped("similarity 1.00 to document 4 of the output")
 
 
-@pytest.mark.long
 def test_decisions_are_the_same_in_every_process(capsys: pytest.CaptureFixture[str]) -> None:
     program = (
         "import random\n"
@@ -145,7 +144,6 @@ def test_decisions_are_the_same_in_every_process(capsys: pytest.CaptureFixture[s
     assert here == there.stdout and here.count("Dropped") > 3
 
 
-@pytest.mark.long
 def test_the_memory_of_a_document_is_as_told() -> None:
     draw = random.Random(7)
     tracemalloc.start()

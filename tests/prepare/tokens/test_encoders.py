@@ -112,7 +112,6 @@ def all_pieces(tokenizer: Tokenizer) -> list[str]:
     return [tokenizer._model.id_to_piece(number) for number in range(tokenizer._model.get_piece_size())]
 
 
-@pytest.mark.long
 def test_byte_level_bpe(byte_level: Tokenizer) -> None:
     encoder = fastest_encoder(byte_level)
     assert (encoder.library, encoder.notice) == ("gigatoken", "")
@@ -120,7 +119,6 @@ def test_byte_level_bpe(byte_level: Tokenizer) -> None:
     assert_equal(encoder, byte_level, documents(1, 700))
 
 
-@pytest.mark.long
 def test_characters_in_byte_level_bpe(tmp_path: Path) -> None:
     """The library and gigatoken agree on characters that gigatoken is trusted with; it is given no others.
 
@@ -170,7 +168,6 @@ def test_unknown_characters_take_no_other_lines_with_them(
     assert asked[:2] == (["one", f"{end}four caf\u00e9{end}five"] if end.startswith("\n") else [])
 
 
-@pytest.mark.long
 def test_every_character_in_a_sentence_piece_model(tmp_path: Path) -> None:
     tokenizer = pieces(tmp_path)
     encoder = fastest_encoder(tokenizer)

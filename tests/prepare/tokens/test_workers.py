@@ -57,7 +57,6 @@ def test_tasks_and_results_larger_than_a_pipe_holds() -> None:
         assert [result[-3:] for result in run(tasks)] == [task[:3] for task in tasks]
 
 
-@pytest.mark.long
 def test_arrays_come_through_shared_memory_and_larger_ones_through_the_pipe() -> None:
     """Each array is intact at its turn, however far ahead the workers are, and lies in shared memory, not in a copy."""
     with worker_pool(start_arrays, 2) as run:
@@ -78,7 +77,6 @@ def memory(array: object) -> object:
     return array
 
 
-@pytest.mark.long
 def test_memory_is_gone_with_its_pool() -> None:
     def shared() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:megazero")

@@ -82,7 +82,6 @@ def each_block(model: Stack, backend: Any) -> None:
         block.compile(backend=backend)
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("error:.*recompile_limit.*")
 def test_stage_3_compiles_what_stage_0_compiles() -> None:
     """The blocks share their graphs, and what is computed is what it is without compilation."""

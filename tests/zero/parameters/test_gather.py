@@ -468,7 +468,6 @@ def gradients(engine: Engine, model: Stack, routes: Sequence[Sequence[int]], ran
     return {name: owned_gradient(engine, name, p.numel()).view(p.shape) for name, p in model.named_parameters()}
 
 
-@pytest.mark.long
 @settings(max_examples=60)
 @given(routes, settings_of_zero)
 def test_any_control_flow_trains_like_plain_torch(routes: list[list[int]], zero: dict[str, Any]) -> None:
