@@ -4,7 +4,7 @@
     build/null_gpu/python benchmarks/null_gpu.py [--only CASE ...] [--output FILE.md]
 
 A case is a process of its own (`null_gpu_case.py`) that is the last rank of its layout; the other ranks are torch's
-fake process group.  Twelve layouts are small models; three are GPT-2 with 124 million and 1.5 billion parameters,
+fake process group.  Fourteen layouts are small models; three are GPT-2 with 124 million and 1.5 billion parameters,
 compiled, of which the bytes are counted too that the memory-bound kernels of one block read and write, forward and
 backward.  U is the bytes of one activation [tokens, width] in bf16.  The exit status is 1 where a case fails or
 exceeds a limit.  benchmarks/README.md tells what these figures show and what they cannot.
@@ -41,7 +41,7 @@ class Case:
     """A layout with its limits, which are the figures of the newest record.
 
     words: the flags of the run.  launches: kernels, matrix products and copies of a step.  peak: MiB of the allocator.
-    units: the U that a block's memory-bound kernels move.  A limit that is None is not checked.
+    units: the U that the memory-bound kernels of a block's compiled code move.  A limit that is None is not checked.
     """
 
     name: str
@@ -94,6 +94,15 @@ CASES = (
         f"{_PIPELINE} zero-bubble {_TENSOR} --zero-stage 1 --global-batch-size 16",
         812,
         89,
+    ),
+    _small("tensor 2, compiled", 2, f"{_TENSOR} --compile on --global-batch-size 2", 296, 104, 18.3),
+    _small(
+        "tensor 2, sequence parallel, compiled",
+        2,
+        f"{_TENSOR} --sequence-parallel --compile on --global-batch-size 2",
+        377,
+        102,
+        10.7,
     ),
     Case(
         "GPT-2 124M, 64 samples, compiled",
@@ -266,7 +275,8 @@ def page(record: Mapping[str, Any]) -> list[str]:
         " kernels, matrix products and copies, which include memory that is set; waits are synchronisations of the"
         " host with the device; the peak is the caching allocator's; U is the bytes of an activation [tokens, width] in"
         " bf16, and the column has what the memory-bound kernels of one block read and write, forward and backward,"
-        " attention's own left out. No figure here is a time, and none was made on a GPU."
+        " attention's own left out; of a block on several tensor ranks, its compiled parts alone. No figure here is a"
+        " time, and none was made on a GPU."
     )
     made = f"{record['date']}; {record['device']} on a {platform.machine()} CPU, torch {record['torch']}."
     head = ["# Training steps on the null GPU", made, f"`{record['command']}`", paragraph(words), table(header, rows)]

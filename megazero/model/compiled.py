@@ -8,6 +8,12 @@ is then made again in backward and not saved (`tensor_parallel/activation.py`); 
 chooses what is saved, and saves it.  Neither has a graph break, and all blocks share one compilation, since they differ
 in their parameters alone.  In the head, the code between its products and collectives is compiled
 (`tensor_parallel/cross_entropy.py`).
+
+On several tensor-parallel ranks a block is not one graph for two reasons.  Backward starts a collective, computes a
+weight gradient, and then waits (`tensor_parallel/layers.py`); in a graph the collectives would be torch's functional
+ones, and torch's compiler, not this code, would place their waits.  And every call is counted and written to the flight
+record by the host when it is made (`comm/metered.py`): of a compiled call that would happen once, when it is traced,
+and neither the figures of traffic nor a report of who waits for what would be true.
 """
 
 import os
