@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -68,6 +68,16 @@ def bug(rank: int, mesh: Mesh) -> None:
         raise KeyError("a bug")
 
 
+def slow_journal(rank: int, mesh: Mesh) -> None:
+    """Fail on rank 1, whose file system then takes so long that rank 0, and the store with it, has gone."""
+    bug(rank, mesh)
+
+
+def hung_journal(rank: int, mesh: Mesh) -> None:
+    """Fail on rank 1, whose file system then hangs."""
+    bug(rank, mesh)
+
+
 def device_error(rank: int, mesh: Mesh) -> None:
     """Fail on rank 1 of a job that torch lists as NCCL's, while rank 0 waits for the device for ever.
 
@@ -82,12 +92,17 @@ def device_error(rank: int, mesh: Mesh) -> None:
 
 
 FAULTS: Mapping[str, Callable[[int, Mesh], None]] = MappingProxyType(
-    {fault.__name__: fault for fault in (killed, stopped, asleep, mismatched, user_error, bug, device_error)}
+    {
+        fault.__name__: fault
+        for fault in (killed, stopped, asleep, mismatched, user_error, bug, slow_journal, hung_journal, device_error)
+    }
 )
+FAILS_ON_RANK_0 = ("stopped", "user_error")
+JOURNAL_SECONDS: Mapping[str, float] = MappingProxyType({"slow_journal": 4, "hung_journal": 1000})
 
 
 class Ended(NamedTuple):
-    """What became of a job: by rank its exit code (None: it was still there), what it printed, and when it ended.
+    """What became of a job, by rank: its exit code (None: it was still there), what it printed, seconds from the fault.
 
     journal: the reports in its journal.
     """
@@ -111,16 +126,18 @@ def run_failing_jobs(folder: Path, patience: float) -> dict[str, Ended]:
         jobs[name] = [context.Process(target=run_rank, args=(name, rank, port, folder / name)) for rank in range(2)]
         for process in jobs[name]:
             process.start()
+    # One clock for all processes of the machine, so that a rank's end can be compared with the fault's time.
     start, ends = time.monotonic(), dict[int, float]()
     while len(ends) < 2 * len(jobs) - 1 and time.monotonic() - start < patience:
         for process in (process for ranks in jobs.values() for process in ranks):
             if process.exitcode is not None:
-                ends.setdefault(process.pid, time.monotonic() - start)
+                ends.setdefault(process.pid, time.monotonic())
         time.sleep(0.05)
     found = {}
     for name, ranks in jobs.items():
         printed = tuple((folder / name / f"rank_{rank}.err").read_text() for rank in range(2))
-        seconds = tuple(ends.get(process.pid, patience) for process in ranks)
+        failed = float((folder / name / "fault_time").read_text())
+        seconds = tuple(ends.get(process.pid, start + patience) - failed for process in ranks)
         journal = [entry["report"] for entry in read_journal(folder / name) if entry["event"] == "fault"]
         found[name] = Ended(tuple(process.exitcode for process in ranks), printed, seconds, journal)
         for process in ranks:
@@ -132,7 +149,7 @@ def run_failing_jobs(folder: Path, patience: float) -> dict[str, Ended]:
 def run_rank(name: str, rank: int, port: int, folder: Path) -> None:
     output = os.open(folder / f"rank_{rank}.err", os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 2)
-    sys.stderr = os.fdopen(2, "w")
+    sys.stderr = os.fdopen(2, "w", buffering=1)  # what is printed before os._exit is there, as on a terminal
     launched = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in launched.items()}, GLOO_SOCKET_IFNAME="lo")
     os.chdir(folder)
@@ -148,7 +165,7 @@ def _train(name: str, rank: int, folder: Path) -> int:
         limit_seconds=LIMIT_SECONDS,
         folder=folder,
         is_run=True,
-        on_report=lambda lines: Journal(folder, print).write("fault", report=lines),
+        on_report=lambda lines: _write_journal(name, folder, lines),
     )
     try:
         with reported_faults(store, meter.flight, job):
@@ -159,9 +176,16 @@ def _train(name: str, rank: int, folder: Path) -> int:
                 meter.flight.iteration = step
                 if step == 10:
                     time.sleep(1.5)  # until both monitors have written a heartbeat
+                    if rank == (0 if name in FAILS_ON_RANK_0 else 1):
+                        (folder / "fault_time").write_text(str(time.monotonic()))
                     FAULTS[name](rank, mesh)
                 mesh.axis("dp").all_reduce(torch.ones(1)).wait()
     finally:
         if not dist.is_initialized():
             print("no process groups are left", file=sys.stderr, flush=True)
     return 0
+
+
+def _write_journal(name: str, folder: Path, lines: Sequence[str]) -> None:
+    time.sleep(JOURNAL_SECONDS.get(name, 0))
+    Journal(folder, print).write("fault", report=lines)

@@ -211,7 +211,7 @@ class Monitor:
         if self.note is None:
             self.note = Note(self.job.rank, status, text, is_reported, time.time())
         self._alarm()
-        self._is_done.wait(self._longest_end)
+        self._is_done.wait(self._longest_end(self.note))
         return self.note.status
 
     def claim(self, error: BaseException, text: str, *, status: int) -> bool:
@@ -331,7 +331,8 @@ class Monitor:
 
     def _end(self, note: Note) -> None:
         """Report the fault, or leave that to its author, and end this process."""
-        faulthandler.dump_traceback_later(self._longest_end, exit=True, file=self._nowhere)  # a file system may hang
+        # A file system may hang.
+        faulthandler.dump_traceback_later(self._longest_end(note), exit=True, file=self._nowhere)
         try:
             has_store = True
             try:
@@ -350,7 +351,8 @@ class Monitor:
             else:
                 self._record_own_error(note)
                 if has_store:
-                    self._let_all_leave(self.job.world_size)
+                    with suppress(StoreLost):  # its process has gone, without waiting for this one
+                        self._let_all_leave(self.job.world_size)
             if uses_nccl():
                 time.sleep(self._interval + _MARGIN_SECONDS)
                 abort_groups(_ABORTING_SECONDS)
@@ -364,11 +366,15 @@ class Monitor:
             sys.stdout.flush()
             os._exit(note.status)
 
-    @property
-    def _longest_end(self) -> float:
-        """The seconds that the end of this process may take, counted from the fault's note."""
-        reporting = 2 * _ANSWER_SECONDS + self._interval + _COLLECTING_SECONDS
-        return reporting + self._interval + _MARGIN_SECONDS + _ABORTING_SECONDS + _ENDING_SECONDS + 2
+    def _longest_end(self, note: Note) -> float:
+        """Return the seconds that the end of this process may take, counted from when it has the fault's note.
+
+        After an error that its author prints, that is less than 10 seconds (in a job of more than 500 ranks, whose
+        interval is longer, more); a report may take twice as long where the store or a file system is slow or hangs.
+        """
+        leaving = self._interval + _COLLECTING_SECONDS + _ENDING_SECONDS
+        aborting = self._interval + _MARGIN_SECONDS + _ABORTING_SECONDS if uses_nccl() else 0.0
+        return leaving + aborting + (2 * _ANSWER_SECONDS + 2 if note.is_reported else 0.5)
 
     def _record_own_error(self, note: Note) -> None:
         """Give `on_report` an error that this rank has printed itself, if training had begun."""
