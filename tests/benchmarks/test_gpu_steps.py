@@ -14,7 +14,7 @@ from typing import Any
 import gpu_phases
 import pytest
 import torch
-from gpu_phases import BOUNDS, EXACT, Bench, are_close, distances, on_cpu, small, three_steps
+from gpu_phases import EXACT, PRECISIONS, Bench, are_close, distances, on_cpu, small, three_steps
 from support.source_tree import ROOT
 
 PHASES = ROOT / "benchmarks" / "gpu_phases.py"
@@ -33,12 +33,12 @@ def exact() -> Any:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("compiles", ["off", "on"])
-@pytest.mark.parametrize(("precision", "stage"), list(product(BOUNDS, range(4))))
+@pytest.mark.parametrize(("precision", "stage"), list(product(PRECISIONS, range(4))))
 def test_steps_agree_with_float64_on_the_cpu(precision: str, stage: int, compiles: str, exact: Any) -> None:
     gpu = bench("cuda")
-    words = ["--precision", precision, "--compile", compiles, "--zero-stage", str(stage)]
+    words = [*PRECISIONS[precision].words.split(), "--compile", compiles, "--zero-stage", str(stage)]
     found = distances(three_steps(gpu, [*small(gpu), *words]), exact)
-    assert are_close(found, BOUNDS[precision]), found
+    assert are_close(found, PRECISIONS[precision]), found
 
 
 @pytest.mark.cuda
@@ -72,9 +72,10 @@ def test_the_comparison_sees_wrong_figures_and_gradients() -> None:
     """Another stage passes in float64; a figure off by a millionth and a gradient of the wrong sign do not."""
     cpu = bench("cpu")
     one, other = (three_steps(cpu, [*small(cpu), *EXACT, "--zero-stage", stage]) for stage in ("0", "3"))
-    assert are_close(distances(other, one), BOUNDS["fp64"])
+    assert are_close(distances(other, one), PRECISIONS["fp64"])
     spoilt = ([*one[0][:-1], one[0][-1] * (1 + 1e-6)], -one[1])
     found = distances(spoilt, one)
-    assert found["figures"] > BOUNDS["fp64"] and found["gradients"] == pytest.approx(2)
+    assert found["figures"] > PRECISIONS["fp64"].figures and found["gradients"] == pytest.approx(2)
+    assert not any(are_close(found, precision) for precision in PRECISIONS.values())
     lost = distances(([*one[0][:-1], math.nan], one[1]), one)
-    assert lost["gradients"] == 0 and not are_close(lost, BOUNDS["fp64"])
+    assert lost["gradients"] == 0 and not are_close(lost, PRECISIONS["fp64"])
