@@ -76,6 +76,7 @@ PHASES = (
     Phase("layouts", 130, runs=TOGETHER),
     Phase("plain", 150, {"preset": "gpt2-1.5b", "micro_batch": 16}, needs_gpu=True),
     Phase("settings", 130),
+    Phase("determinism", 120),
     _speed(
         70, "gpt2-1.5b", 16, needs_gpu=True, fp8="hybrid", fp8_recipe="delayed", fp8_cache_weights=True, profile=True
     ),

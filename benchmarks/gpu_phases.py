@@ -10,6 +10,7 @@ where the project is at fault.  On a CPU models have toy sizes, and a figure tha
 import argparse
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import statistics
@@ -420,6 +421,52 @@ def exactness(bench: Bench) -> dict[str, Any]:
     return verdict(found)
 
 
+def determinism(bench: Bench) -> dict[str, Any]:
+    """Compare two runs of --deterministic-mode in bf16 to the bit, each in a process of its own.
+
+    A third run, without the mode, shows what a step takes then.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        runs = []
+        for number, words in enumerate(("--deterministic-mode", "--deterministic-mode", "")):
+            output = Path(folder) / f"{number}.json"
+            command = [str(Path(__file__)), "repeated", json.dumps({"words": words})]
+            succeed(*command, "--device", bench.device.type, "--output", str(output))
+            runs.append(json.loads(output.read_text(encoding="utf-8")))
+    first, second, free = runs
+    found: dict[str, Any] = {}
+    for name, row in first.items():
+        seconds = {"with_the_mode": row["median_step_seconds"], "without": free[name]["median_step_seconds"]}
+        print(f"{name}: a step takes {seconds}")
+        same = {figure: row[figure] == second[name][figure] for figure in ("losses", "states")}
+        found[name] = {**seconds, "losses": row["losses"], "same": same, "is_right": all(same.values())}
+    return verdict(found)
+
+
+def repeated(bench: Bench, *, words: str) -> dict[str, Any]:
+    """Train a small model in bf16, compiled and not; return losses, a digest of the states, seconds of a step."""
+    found: dict[str, Any] = {}
+    for compiles in ("off", "on") if bench.has_gpu else ("off",):
+        flags = [*small(bench), "--bf16", "--compile", compiles, "--zero-stage", "2", *words.split()]
+        losses, seconds = [], []
+        with training(bench, flags) as steps:
+            for number in range(12 if bench.has_gpu else 3):
+                began = time.perf_counter()
+                losses.append(launched(steps, number, lr=1e-3).loss.item())
+                seconds.append(time.perf_counter() - began)
+            digest = hashlib.sha256()
+            for kind in ("master", "exp_avg", "exp_avg_sq"):
+                digest.update(state_of(steps, kind).numpy().tobytes())
+        median = statistics.median(seconds[1:])
+        found[f"compile {compiles}"] = {
+            "losses": losses,
+            "states": digest.hexdigest(),
+            "median_step_seconds": median,
+        }
+        torch._dynamo.reset()
+    return found
+
+
 # Of 50,000 elements, and buckets of which a reduction has several.
 _SMALL_UNITS = f"{_TOY} --num-layers 6 --prefetch-bucket-size 400000"
 _SMALL_BUCKETS = "--allgather-bucket-size 30000"
@@ -757,15 +804,19 @@ def layouts(bench: Bench) -> dict[str, Any]:
 PHASES: Mapping[str, Callable[..., dict[str, Any]]] = {
     phase.__name__: phase
     for phase in (
-        *(environment, ceilings, speed, plain, exactness, collectives),
+        *(environment, ceilings, speed, plain, exactness, determinism, collectives),
         *(losses, settings, ledger, gpu_tests, layouts),
     )
 }
 
 
+# What a phase starts in processes of their own.
+PARTS: Mapping[str, Callable[..., dict[str, Any]]] = {"repeated": repeated}
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("phase", choices=PHASES)
+    parser.add_argument("phase", choices=[*PHASES, *PARTS])
     parser.add_argument("options", type=json.loads, help="keyword arguments as JSON")
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     parser.add_argument("--output", type=Path, required=True, help="file for what is found")
@@ -773,7 +824,7 @@ def main(words: Sequence[str] | None = None) -> int:
     bench = Bench(torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu"), options.output)
     found: dict[str, Any] = {}
     try:
-        found = PHASES[options.phase](bench, **options.options)
+        found = {**PHASES, **PARTS}[options.phase](bench, **options.options)
         if found.get("wrong"):
             raise Wrong("; ".join(found["wrong"]))
     except Exception as error:

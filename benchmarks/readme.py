@@ -38,8 +38,9 @@ beside them. Systems of one table took turns in one run, so ratios are worth mor
 
 One command finds out in at most nine minutes what one GPU can tell: exactness beside float64 on the CPU, compiled or
 not; stages 0 to 3 over NCCL; layouts of two and four processes that share the GPU; loss curves by pretrain_gpt.py;
-some twenty settings beside the CPU; the ledger beside the allocator; the tests marked `cuda`; tokens a second, waits
-of the host and kernels of GPT-2 124M and 1.5B, beside a plain GPT-2 under torch.compile.
+some twenty settings beside the CPU; two runs of the deterministic mode, to the bit; the ledger beside the allocator;
+the tests marked `cuda`; tokens a second, waits of the host and kernels of GPT-2 124M and 1.5B, beside a plain GPT-2
+under torch.compile.
 
     python benchmarks/gpu_examination.py
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from gpu_phases import EXACT, PRECISIONS, Bench, are_close, distances, on_cpu, small, three_steps
 from support.source_tree import ROOT
+from support.warm_python import warm_python
 
 PHASES = ROOT / "benchmarks" / "gpu_phases.py"
 
@@ -41,18 +42,37 @@ def test_steps_agree_with_float64_on_the_cpu(precision: str, stage: int, compile
     assert are_close(found, PRECISIONS[precision]), found
 
 
+def cases_of(phase: str, device: str, output: Path) -> dict[str, Any]:
+    """Return the cases of a phase that has run in a process of its own, all of them right."""
+    command = [sys.executable, str(PHASES), phase, "{}", "--device", device, "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    cases: dict[str, Any] = json.loads(output.read_text())["cases"]
+    assert all(row["is_right"] for row in cases.values())
+    return cases
+
+
 @pytest.mark.cuda
 def test_nccl_gives_the_bits_of_one_process(tmp_path: Path) -> None:
     """Stages 0 to 3 over NCCL groups of one rank give the same losses, weights and moments as without groups.
 
     A process of its own is used, because it replaces the mesh's communicators.
     """
-    output = tmp_path / "found.json"
-    command = [sys.executable, str(PHASES), "collectives", "{}", "--device", "cuda", "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    cases = json.loads(output.read_text())["cases"]
-    assert len(cases) == 6 and all(row["is_right"] for row in cases.values())
+    assert len(cases_of("collectives", "cuda", tmp_path / "found.json")) == 6
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_runs_in_deterministic_mode_are_equal_to_the_bit(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, weights and moments of two processes in bf16 are the same; a step's seconds are printed."""
+    if device == "cpu":
+        monkeypatch.setattr(sys, "executable", warm_python())
+    cases = cases_of("determinism", device, tmp_path / "found.json")
+    assert list(cases) == [f"compile {compiles}" for compiles in ("off", "on")[: 2 if device == "cuda" else 1]]
+    for row in cases.values():
+        assert len(set(row["losses"])) == len(row["losses"]) and row["with_the_mode"] > 0 and row["without"] > 0
+        print(f"a step: {row['with_the_mode']:.4f} s with the mode, {row['without']:.4f} s without")
 
 
 @pytest.mark.cuda
