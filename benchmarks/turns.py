@@ -11,9 +11,10 @@ import resource
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from systems import PACKAGES, Work, make
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megazero.comm.messages import ExchangePart, MessageExchange
+from megazero.comm.shared_memory import SharedMessages
 
 
 class Turn(NamedTuple):
@@ -116,13 +120,32 @@ class Traffic(TorchDispatchMode):
     """A dispatch mode that counts the bytes that this process sends, by the same formula for all systems.
 
     With n processes and a whole tensor of N bytes, a collective counts as N (n - 1) / n, an all-reduce as twice that,
-    and a message to one other process as N.
+    and a message to one other process as N, also one of megazero's through shared memory.
     """
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
         self._ranks = ranks
         self.sent = self.messages = 0
+
+    def __enter__(self) -> Self:
+        self._exchange = exchange = SharedMessages.exchange
+
+        def counted(
+            messages: SharedMessages, parts: Sequence[ExchangePart], label: int | None = None
+        ) -> MessageExchange:
+            begun = exchange(messages, parts, label)
+            for part in parts if begun.nbytes else ():  # otherwise gloo's messages are counted
+                self.messages += len(part.sent)
+                self.sent += sum(map(_nbytes, part.sent))
+            return begun
+
+        SharedMessages.exchange = counted  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        SharedMessages.exchange = self._exchange  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):

@@ -2,6 +2,7 @@
 
     cores of a process      its affinity (Linux), or all cores
     memory to share         a file in memory (Linux), or a temporary file without a name
+    counters in it          POSIX's semaphores without names (Linux), or none
     locks of files          flock, or os.lockf where python has no fcntl
     reserved disk space     posix_fallocate (Linux), or a comparison with what is free
     reads past the cache    O_DIRECT (Linux), where the file system has it too
@@ -12,14 +13,18 @@
 Windows is refused (`megazero.interrupts`).
 """
 
+import ctypes
 import errno
 import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 # A container's share of time: "QUOTA PERIOD" in microseconds of all cores together; "max" where there is no limit.
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -49,6 +54,45 @@ def nameless_file(size: int) -> int:
         os.unlink(path)
     os.ftruncate(file, size)
     return file
+
+
+class SharedCounters:
+    """Makes counters in memory that processes share; raises OSError where the system has none."""
+
+    NBYTES = 64  # of a counter: as much as a line of the processor's cache
+
+    def __init__(self) -> None:
+        self._library: Any = ctypes.CDLL(None)
+        if not hasattr(os, "memfd_create") or not hasattr(self._library, "sem_timedwait"):
+            raise OSError(errno.ENOSYS, "the system has no counters in shared memory")
+
+    def at(self, memory: mmap.mmap, start: int) -> "SharedCounter":
+        """Return the counter at a place in the memory, a multiple of its size."""
+        return SharedCounter(self._library, (ctypes.c_char * self.NBYTES).from_buffer(memory, start))
+
+
+class SharedCounter:
+    """A counter that two processes share: one raises it, the other lowers it, and waits where it is 0.
+
+    What a process has written to memory before it raises the counter, the other reads once it has lowered it.
+    """
+
+    def __init__(self, library: Any, memory: Any) -> None:
+        self._library, self._memory = library, memory
+        # C's functions themselves, since these are called for every message.
+        self.add_one: Callable[[], int] = partial(library.sem_post, memory)
+        self.is_zero: Callable[[], int] = partial(library.sem_trywait, memory)
+        """Lower the counter by one and return 0, or return another number where it is 0."""
+
+    def reset(self) -> None:
+        """Set the counter to 0, before any process uses it."""
+        self._library.sem_init(self._memory, 1, 0)
+
+    def wait_for_one(self, seconds: float) -> bool:
+        """Lower the counter by one, and wait for so long where it is 0, or until a signal; return True if it was."""
+        until = divmod(time.time_ns() + int(seconds * 1e9), 10**9)
+        lowered: bool = self._library.sem_timedwait(self._memory, (ctypes.c_long * 2)(*until)) == 0
+        return lowered
 
 
 def free_space(file: int) -> int | None:

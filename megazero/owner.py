@@ -5,6 +5,7 @@ id, its start in clock ticks, digests of the machine and of the machine's boot, 
 namespace.  Process ids are compared only within one boot and namespace, since elsewhere they belong to other processes.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -73,6 +74,17 @@ class Owner:
         return (
             bool(here.machine and here.boot and self.boot) and self.machine == here.machine and self.boot != here.boot
         )
+
+
+def open_shared_file(pid: int, number: int) -> int:
+    """Open a file without a name that a process of this machine has open under a number; return its descriptor.
+
+    Raises OSError where the system does not allow it.
+    """
+    path = _PROCESSES / str(pid) / "fd" / str(number)
+    if not os.readlink(path).startswith("/memfd:"):
+        raise FileNotFoundError(errno.ENOENT, "its memory is not there")
+    return os.open(path, os.O_RDWR)
 
 
 def process_start(pid: int) -> int | None:

@@ -2,10 +2,12 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from support.mounts import ext4_disk, free_bytes, small_disk
 
 from megazero import operating_system
 from megazero.operating_system import (
+    SharedCounters,
     batch_threads,
     bypass_page_cache,
     free_space,
@@ -49,6 +52,33 @@ def test_a_nameless_file_is_zeros_that_no_folder_holds(
         assert os.fstat(file).st_blocks == 0, "memory is used where it is written"
     finally:
         os.close(file)
+
+
+def test_a_counter_is_shared_by_two_processes() -> None:
+    """What the other process has raised can be taken as often, and a wait for more ends after its time."""
+    file = nameless_file(mmap.PAGESIZE)
+    memory = mmap.mmap(file, mmap.PAGESIZE)
+    os.close(file)
+    counter, written = SharedCounters().at(memory, 64), 1000
+    counter.reset()
+    assert counter.is_zero()
+    child = os.fork()
+    if child == 0:
+        time.sleep(0.05)
+        memory[written] = 7
+        counter.add_one()
+        counter.add_one()
+        os._exit(0)
+    assert counter.wait_for_one(30) and memory[written] == 7
+    os.waitpid(child, 0)
+    assert not counter.is_zero() and counter.is_zero()
+    assert not counter.wait_for_one(0.01)
+
+
+def test_a_system_without_counters_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(OSError, match="no counters in shared memory"):
+        SharedCounters()
 
 
 @pytest.mark.parametrize("way", ["ordinary", "idle", "refused", "hidden", "missing"])

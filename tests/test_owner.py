@@ -13,7 +13,8 @@ import pytest
 from support.each import each
 
 from megazero import owner as owner_module
-from megazero.owner import Owner, ProcessState, process_start, process_state
+from megazero.operating_system import nameless_file
+from megazero.owner import Owner, ProcessState, open_shared_file, process_start, process_state
 
 HERE = Owner.of_this_process()
 MANY_THREADS = """
@@ -143,3 +144,16 @@ def test_a_system_without_proc_finds_a_process_gone_when_its_id_is_free(
     monkeypatch.setattr(uuid, "getnode", lambda: 1)
     assert not owner.is_gone(Owner.of_this_process()), "another machine of the same name"
     assert not owner.is_gone(HERE) and not HERE.is_gone(here)
+
+
+def test_only_a_file_without_a_name_is_opened_for_another_process(tmp_path: Path) -> None:
+    file, named = nameless_file(5), os.open(tmp_path / "named", os.O_CREAT | os.O_RDWR)
+    opened = open_shared_file(os.getpid(), file)
+    os.write(opened, b"seen")
+    assert os.read(file, 9) == b"seen\0"
+    with pytest.raises(FileNotFoundError, match="its memory is not there"):
+        open_shared_file(os.getpid(), named)
+    for descriptor in (opened, file, named):
+        os.close(descriptor)
+    with pytest.raises(FileNotFoundError):
+        open_shared_file(os.getpid(), file)

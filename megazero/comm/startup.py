@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeo
 
 from megazero.comm.dry import dry_group, dry_groups
 from megazero.comm.gpu_environment import defaults_line, missing_defaults
-from megazero.comm.groups import Limits, Split, gloo_maker, make_groups, shard_keys, splits
+from megazero.comm.groups import Limits, Split, gloo_maker, make_groups, shard_keys, split_keys, splits
 from megazero.comm.interface import Communicator
 from megazero.comm.links import Links
 from megazero.comm.local import LocalCommunicator
@@ -31,6 +31,7 @@ from megazero.comm.mesh import (
 from megazero.comm.metered import Meter
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.comm.rendezvous import check_backend, claim_gpu, open_store
+from megazero.comm.shared_memory import NO_MEMORY, NodeMemory, share_memory
 from megazero.comm.wires.hop_choice import choose_hops
 from megazero.comm.wires.shard_group import PLAIN, Wires, stack
 from megazero.console import Console
@@ -179,7 +180,12 @@ def make_mesh(
         if not carries_cpu_tensors(default_group()):
             split = Split(CONTROL, WORLD, topology.groups(WORLD))
             groups[CONTROL] = gloo_maker(limits).make(split, rank)
-    return mesh_of_groups(groups, topology, rank, device, scratch, meter=meter or Meter(), wires=wires, nodes=nodes)
+    memory = NO_MEMORY
+    if topology.world_size > 1 and default_group().name() == "gloo":
+        everyone = ProcessGroupCommunicator(default_group(), NO_SCRATCH)
+        memory = _share_memory(everyone, split_keys(topology), groups, topology, rank, nodes)
+    meter = meter or Meter()
+    return mesh_of_groups(groups, topology, rank, device, scratch, meter=meter, wires=wires, nodes=nodes, memory=memory)
 
 
 def second_control(mesh: Mesh, timeout_minutes: float | None) -> Communicator:
@@ -231,26 +237,30 @@ def mesh_of_groups(
     meter: Meter,
     wires: Wires,
     nodes: Nodes | None,
+    memory: NodeMemory = NO_MEMORY,
 ) -> Mesh:
-    """Stack the communicators of a mesh on process groups, by key; a collective call of all ranks."""
+    """Stack the communicators of a mesh on process groups, by key; a collective call of all ranks.
+
+    memory: that which ranks of a node share.
+    """
     axes = {axis: axis for axis in (*AXES, ENDS, WORLD)} | dict.fromkeys(channel_keys(topology.pp), "pp")
     links = {
         axis: links_of(nodes, topology.group_of(rank, axis), rank, groups.get(axis)) for axis in set(axes.values())
     }
-    communicators: dict[str, Communicator] = {
-        key: meter.communicator(_communicator(groups.get(key), scratch), axis, key, links[axis])
-        for key, axis in axes.items()
-        if axis != "dp"
-    }
+    plain = {key: _communicator(groups.get(key), scratch) for key, axis in axes.items() if axis != "dp"}
     both = data_parallel(groups.get("dp"), groups.get(GATHERING), scratch)
-    for key, communicator in zip(("dp", GATHERING), both, strict=True):
-        communicators[key] = meter.communicator(communicator, "dp", key, links["dp"])
+    plain |= zip(("dp", GATHERING), both, strict=True)
+    axes[GATHERING] = "dp"
+    communicators: dict[str, Communicator] = {}
+    for key, communicator in plain.items():
+        memory.join(key, communicator)
+        communicators[key] = meter.communicator(communicator, axes[key], key, links[axes[key]])
     if (group := groups.get(CONTROL)) is not None:
         control = links_of(nodes, range(topology.world_size), rank, group)
         communicators[CONTROL] = meter.communicator(_communicator(group, NO_SCRATCH), WORLD, CONTROL, control)
     mesh = Mesh(topology, rank, device, communicators, meter)
     _connect_stages(mesh)
-    return _with_shards(mesh, topology, wires, groups, scratch, nodes)
+    return _with_shards(mesh, topology, wires, groups, scratch, nodes, memory)
 
 
 def divide_data_axis(
@@ -263,7 +273,37 @@ def divide_data_axis(
     """
     keys = shard_keys(topology)
     groups = make_groups([split for split in splits(topology) if split.key in keys], mesh.rank, mesh.device, limits)
-    return _with_shards(mesh, topology, wires, groups, scratch, nodes)
+    memory = NO_MEMORY
+    if keys and default_group().name() == "gloo":
+        memory = _share_memory(mesh.control, keys, groups, topology, mesh.rank, nodes)
+        mesh.meter.reset()
+    return _with_shards(mesh, topology, wires, groups, scratch, nodes, memory)
+
+
+def _share_memory(
+    everyone: Communicator,
+    keys: Mapping[str, str],
+    groups: Mapping[str, dist.ProcessGroup | None],
+    topology: Topology,
+    rank: int,
+    nodes: Nodes | None,
+) -> NodeMemory:
+    """Return the memory that this rank shares with others of its node; a collective call of all ranks.
+
+    keys: {key: axis} of the communicators that may use it.  A pipeline's, which send to one rank alone, don't.
+    """
+    names = [key for key, axis in keys.items() if axis not in ("pp", ENDS)]
+    if not names:
+        return NO_MEMORY
+    on_node = {}
+    for key in names:
+        group, ranks = groups.get(key), topology.group_of(rank, keys[key])
+        if group is not None and group.name() == "gloo" and links_of(nodes, ranks, rank, group) is None:
+            on_node[key] = ranks
+    memory, problem = share_memory(everyone, names, on_node, rank)
+    if problem:
+        Console(rank).line(f"gloo carries all messages, since ranks share no memory: {problem}")
+    return memory
 
 
 def _with_shards(
@@ -273,6 +313,7 @@ def _with_shards(
     groups: Mapping[str, dist.ProcessGroup | None],
     scratch: Scratch,
     nodes: Nodes | None,
+    memory: NodeMemory,
 ) -> Mesh:
     """Return the mesh with the parts of its data-parallel axis, metered, and stacked as the wires have it.
 
@@ -285,10 +326,13 @@ def _with_shards(
         if groups.get(first) is not None:
             both = data_parallel(groups.get(first), groups.get(second), scratch)
             for key, communicator in zip((first, second), both, strict=True):
+                memory.join(key, communicator)
                 made[key] = mesh.meter.communicator(communicator, first, key, links[first])
     for axis in (REPLICAS, SECONDARY):
         if groups.get(axis) is not None:
-            made[axis] = mesh.meter.communicator(_communicator(groups[axis], scratch), axis, axis, links[axis])
+            communicator = _communicator(groups[axis], scratch)
+            memory.join(axis, communicator)
+            made[axis] = mesh.meter.communicator(communicator, axis, axis, links[axis])
     if topology.replicas > 1 and topology.size(SHARDS) == 1:
         made |= dict.fromkeys((SHARDS, SHARD_GATHERING), LocalCommunicator())
     mesh = replace(mesh, topology=topology, communicators={**mesh.communicators, **made})

@@ -13,7 +13,7 @@ from compare import NOT_INSTALLED, Comparison, Run, failures_of, main, parse_arg
 from jobs import Job
 from plain_gpt import hollow_gpt, plain_gpt
 from standings import body_of, difference, record
-from support.processes import run_ranks
+from support.processes import mesh_in_worker, run_ranks
 from systems import Work, missing, storage_bytes
 from turns import Held, Traffic, Turn
 
@@ -186,9 +186,14 @@ def test_storages_count_once() -> None:
 
 
 def watched(rank: int) -> tuple[int, int]:
-    """Return the bytes and messages that one of 3 processes sends in five collectives of 6 elements and a barrier."""
+    """Return the bytes and messages that one of 3 processes sends in six collectives of 6 elements and a barrier.
+
+    The first one is a gather of megazero's through shared memory.
+    """
     traffic, whole, part = Traffic(3), torch.ones(6), torch.ones(2)
+    axis = mesh_in_worker(rank, dp=3, is_late=False).axis("dp")
     with traffic:
+        axis.all_gather_into(whole, part).wait()
         torch.distributed.all_reduce(whole)
         torch.distributed.all_gather_single(whole, part)
         torch.distributed.all_gather([torch.empty(2) for _ in range(3)], part)
@@ -200,7 +205,7 @@ def watched(rank: int) -> tuple[int, int]:
 
 @pytest.mark.gloo
 def test_traffic_is_counted_by_formula() -> None:
-    assert run_ranks(3, watched) == [(6 * 16, 5)] * 3
+    assert run_ranks(3, watched) == [(6 * 16 + 16, 5 + 2)] * 3
 
 
 @pytest.mark.gloo
