@@ -12,6 +12,7 @@ Signals are passed on to that process, and its exit status comes back.  When the
 process is killed too.
 
 `warm_python(TOOLS)` has imported what tools take that prepare text, and no torch; its fork server is there at once.
+All processes that share out the tests have the fork servers in common.
 
 What differs from a start of its own: the process is no child of the one that started it, so it is not found under /proc
 by its parent, environment or name; SIGSTOP does not reach it; the seed of `hash` is the server's; and modules have been
@@ -29,13 +30,16 @@ import multiprocessing
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -118,57 +122,61 @@ class _Started(NamedTuple):
     client: socket.socket
 
 
-_servers: dict[tuple[str, ...], tuple["subprocess.Popen[bytes]", tempfile.TemporaryDirectory[str]]] = {}
+_servers: list["subprocess.Popen[bytes]"] = []
+_SHARED = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # the name of these tests in each of several processes of pytest
+_ALONE = uuid.uuid4().hex
 
 
 def warm_python(modules: tuple[str, ...] = RUNS) -> str:
-    """Return the path of the executable; the first call starts the fork server, which ends with this process.
+    """Return the path of the executable; the first call starts the fork server, which ends with the tests.
 
     modules: what it has imported, RUNS or TOOLS.
     """
     if not hasattr(os, "pidfd_open") or len(sys.executable) > 100 or " " in sys.executable:
         return sys.executable  # this is not Linux, or the path cannot stand in a script's first line
-    if modules not in _servers:
-        folder = tempfile.TemporaryDirectory(prefix="warm_")
-        address = f"{folder.name}/socket"
-        executable = Path(folder.name, "python")
-        numbers = [int(number) for number in SIGNALS]
-        client = CLIENT.format(python=sys.executable, address=address, signals=numbers)
-        executable.write_text(f"#!{sys.executable} -IS\n{client}")
-        executable.chmod(0o755)
-        listener = socket.socket(socket.AF_UNIX)
+    owner = os.getpid() if _SHARED is None else os.getppid()
+    folder = Path(tempfile.gettempdir(), f"warm_{_SHARED or _ALONE}_{modules[0]}")
+    executable = folder / "python"
+    try:
+        folder.mkdir()
+    except FileExistsError:  # the server is there, or another process starts it
+        while not executable.exists():
+            time.sleep(0.01)
+        return str(executable)
+    address = str(folder / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
-        words = [sys.executable, __file__, str(listener.fileno()), str(executable), ",".join(modules)]
+        words = [sys.executable, __file__, str(listener.fileno()), str(folder), str(owner), ",".join(modules)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with listener:
-            server = subprocess.Popen(
-                words, env=environment, pass_fds=[listener.fileno()], start_new_session=True, stdin=subprocess.DEVNULL
-            )
-        if not _servers:
-            atexit.register(_end)
-        _servers[modules] = server, folder
-    return str(Path(_servers[modules][1].name, "python"))
+        handed = [listener.fileno()]
+        server = subprocess.Popen(
+            words, env=environment, pass_fds=handed, start_new_session=True, stdin=subprocess.DEVNULL
+        )
+    _servers.append(server)
+    numbers = [int(number) for number in SIGNALS]
+    client = CLIENT.format(python=sys.executable, address=address, signals=numbers)
+    (folder / "written").write_text(f"#!{sys.executable} -IS\n{client}")
+    (folder / "written").chmod(0o755)
+    (folder / "written").rename(executable)
+    return str(executable)
 
 
-def _end() -> None:
-    """End the fork servers, and with them the processes that they have forked."""
-    for server, folder in _servers.values():
-        server.terminate()
-        server.wait()
-        folder.cleanup()
-    _servers.clear()
+def _serve(listener: socket.socket, tests: int) -> tuple[_Request, list[int], socket.socket, int]:
+    """Fork a process for every request; return only in these, with the request, its files and its client.
 
-
-def _serve(listener: socket.socket) -> tuple[_Request, list[int], socket.socket, int]:
-    """Fork a process for every request; return only in these, with the request, its files and its client."""
+    tests: a file that becomes readable when the tests have ended, and with them the server.
+    """
     selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    parent = os.getppid()
+    for watched in (listener, tests):
+        selector.register(watched, selectors.EVENT_READ)
     running: dict[Any, _Started] = {}
-    while os.getppid() == parent:
-        for key, _ in selector.select(timeout=5):
-            if key.fileobj is listener:
+    has_ended = False
+    while not has_ended:
+        for key, _ in selector.select():
+            if key.fileobj == tests:
+                has_ended = True
+            elif key.fileobj is listener:
                 client, _ = listener.accept()
                 files: list[int] = []
                 try:
@@ -309,16 +317,21 @@ def _end_as(status: int) -> NoReturn:
 
 
 def _main() -> None:
-    listener, executable = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    listener, folder, tests = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]), os.pidfd_open(int(sys.argv[3]))
     own = {str(Path(__file__).parent), str(ROOT)}
     search_path = [path for path in sys.path if path not in own]
-    for name in sys.argv[3].split(","):
+    for name in sys.argv[4].split(","):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    request, files, client, owner = _serve(listener)
+    try:
+        request, files, client, owner = _serve(listener, tests)
+    except SystemExit:
+        shutil.rmtree(folder)
+        raise
     listener.detach()
-    _enter(request, files, client, owner, executable)
+    os.close(tests)
+    _enter(request, files, client, owner, str(folder / "python"))
     _end_as(_status_of(request.words, search_path))
 
 
