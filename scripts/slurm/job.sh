@@ -72,7 +72,8 @@ test_nodes() {
     meet_at 10000
     local flags
     read -ra flags <<<"${PREFLIGHT:-}"
-    # A collective that hangs becomes an error that names its nodes.
+    # A collective that hangs becomes an error that names its nodes.  Set here alone, and not with the defaults of
+    # training (megazero/comm/gpu_environment.py): the host then waits for every collective, and nothing overlaps.
     TORCH_NCCL_BLOCKING_WAIT=1 start_ranks tools/preflight.py \
         --gpus-per-node "${SLURM_GPUS_ON_NODE:-0}" --nodes "$(node_names | paste --serial --delimiters=,)" "${flags[@]}"
 }
