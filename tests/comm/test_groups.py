@@ -30,6 +30,7 @@ COUNTS = {
     (3, 1, 1): (7, 7, 7, 6),
     (4, 2, 2): (10, 52, 10, 9),
     (8, 16, 8): (10, 1152, 10, 9),
+    (16, 128, 8): (10, 9472, 10, 9),
 }
 
 
@@ -45,7 +46,7 @@ def test_every_rank_is_in_its_groups_and_in_no_other(degrees: tuple[int, int, in
         members = [rank for group in split.groups for rank in group]
         assert len(set(members)) == len(members), "a rank has one colour at most"
         assert all(list(group) == sorted(group) for group in split.groups), "torch sorts the ranks of a split"
-        for rank in range(topology.world_size):
+        for rank in range(0, topology.world_size, 1 if topology.world_size <= 1024 else 509):
             colour, expected = split.colour_of(rank), topology.group_of(rank, split.axis)
             assert (colour is None and expected == (rank,)) or split.groups[colour or 0] == expected
         per_rank.update(members)
