@@ -18,6 +18,7 @@ import torch
 from pydantic import JsonValue
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.disks import skipped_fsync
 from support.late_communicator import LateCommunicator
 from support.processes import mesh_in_worker, run_ranks
 from support.saved_runs import ONE, OTHER
@@ -376,5 +377,6 @@ def test_nothing_is_pickled() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    os.fsync = skipped_fsync  # as in the tests' own processes
     _kill_at_every_file_operation(Path(sys.argv[1]) / "next", 20)
     _kill_at_every_file_operation(Path(sys.argv[1]) / "again", 10)
