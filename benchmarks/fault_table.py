@@ -395,8 +395,8 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "comm/messages.py",
         "a rank that gathers something else than its neighbour is not noticed",
-        "        if (theirs := int(self.received)) != self.label:\n",
-        "        if (theirs := int(self.received)) < 0:\n",
+        "        if (theirs := self.received[0]) != self.label:\n",
+        "        if (theirs := self.received[0]) < 0:\n",
         ("tests/comm/test_process_group.py",),
     ),
     Fault(

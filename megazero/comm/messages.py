@@ -8,6 +8,7 @@ for the lock without a pause until then.  So of an axis with two groups every co
 direction, which takes half the processor's time.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -111,10 +112,11 @@ class GlooMessages:
 
     def _compare(self, label: int) -> "_Comparison":
         """Send the label to the next rank; return a work that waits for that of the rank before, and compares."""
-        before, sent = (self._rank - 1) % self._size, torch.tensor([label])
-        received = sent.clone()  # what a dry group, which receives nothing, leaves there
-        receiving = self._receive(received, before, _LABEL)
-        sending = self._send(sent, (self._rank + 1) % self._size, _LABEL)
+        before = (self._rank - 1) % self._size
+        # Of Python's memory, which no ledger counts: where ranks share memory, labels take none of a tensor's either.
+        sent, received = array("q", [label]), array("q", [label])  # a dry group, which receives nothing, leaves it so
+        receiving = self._receive(torch.frombuffer(received, dtype=torch.int64), before, _LABEL)
+        sending = self._send(torch.frombuffer(sent, dtype=torch.int64), (self._rank + 1) % self._size, _LABEL)
         return _Comparison((receiving, sending), before, received, label)
 
     def _swap(self, part: ExchangePart) -> "_Swap":
@@ -137,13 +139,13 @@ class _Comparison(NamedTuple):
 
     works: Sequence[Any]
     before: int
-    received: Tensor
+    received: Sequence[int]
     label: int
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        if (theirs := int(self.received)) != self.label:
+        if (theirs := self.received[0]) != self.label:
             raise LabelMismatch(self.before, theirs, self.label)
 
 
