@@ -155,6 +155,7 @@ def test_a_loss_scale_at_its_end_stops_the_run_and_saves(
     assert open_checkpoint(tmp_path / "saved").progress["optimizer_steps"] == 0
 
 
+@pytest.mark.long
 def test_what_compiles_nothing_does_not_import_the_compiler(tmp_path: Path) -> None:
     """A run that trains and saves, and the library, import no torch._dynamo, half of the time of a start."""
     program = "import runpy, sys, megazero.library.step.passes; del sys.argv[0]; "

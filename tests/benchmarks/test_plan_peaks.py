@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from plan_peaks import H200, NULL_GPU, page, planned
 from support.each import each
 
@@ -23,6 +24,7 @@ QUICK = (
 )
 
 
+@pytest.mark.long
 @each("name", QUICK)
 def test_a_plan_is_within_a_hundredth_of_the_null_gpus_allocator(name: str) -> None:
     assert abs(planned(NULL_GPU[name]) / PEAKS[name] - 1) < 0.01

@@ -225,6 +225,7 @@ def killed_at(number: int, root: Path) -> bool:
     return status_of(in_a_child(take)) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_process_killed_anywhere_leaves_a_lock_that_can_be_taken(tmp_path: Path, is_held: bool) -> None:
     assert status_of(in_a_child(lambda: take_lock(tmp_path))) == 0

@@ -333,6 +333,7 @@ sys.exit(8 if running().is_done else 7)
 """
 
 
+@pytest.mark.long
 def test_a_process_ends_while_transfers_are_running(tmp_path: Path) -> None:
     """With python's own end, which the processes of `warm_python` don't have."""
     words = [sys.executable, "-c", UNFINISHED, str(tmp_path)]

@@ -101,6 +101,7 @@ def _job(settings: dict[str, Any]) -> DryJob:
     return DryJob(make_run(**{**SIZES, **TWO, **settings}), 512, Nodes((2,)), is_gpu=True)
 
 
+@pytest.mark.long
 def test_the_fastest_choice_that_fits_is_taken(every: list[Plan]) -> None:
     """With little, some and enough memory, beside all values of the three settings."""
     needs = sorted({plan.need(*plan.binding).total for plan in every})
@@ -172,6 +173,7 @@ def _sharded(settings: dict[str, Any]) -> DryJob:
     return DryJob(make_run(**{**sizes, **settings}), 512, Nodes((2,)), is_gpu=True)
 
 
+@pytest.mark.long
 def test_the_fastest_homes_that_fit_are_taken() -> None:
     """Where parameters need not leave the device; and where the host has no room, nothing does."""
     places = [dict(zip(HOMES, place, strict=True)) for place in (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))]

@@ -24,7 +24,9 @@ from megazero.tensor_parallel.cross_entropy import FusedSoftmax, InPlaceSoftmax,
 
 TOKENS, PADDED, REAL = 7, 12, 9
 LACKING = lacking(torch.device("cpu"))
-FUSED = pytest.param("fused", marks=[pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")])
+FUSED = pytest.param(
+    "fused", marks=[pytest.mark.long, pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")]
+)
 KINDS: dict[str, Callable[[], Softmax]] = {
     "in place": InPlaceSoftmax,
     "fused": FusedSoftmax,

@@ -180,6 +180,7 @@ def test_values_in_other_number_formats(precision: Mapping[str, Any], tmp_path: 
     files.close()
 
 
+@pytest.mark.long
 @each("pipeline", [{}, {"offload_pipeline_write": False}, {"offload_pipeline_read": False}, {"aio_queue_depth": 1}])
 @each("gradients", [{}, GRADIENTS])
 def test_the_number_of_buffers_is_constant(
@@ -244,6 +245,7 @@ def gradients_through_every_door(engine: DataParallelEngine) -> Iterator[list[tu
 
 
 # Every pair of a stage, a precision and a number of buffers.
+@pytest.mark.long
 @each(
     ("buffers", "stage", "precision"),
     [(4 * ((stage + number) % 2), stage, p) for stage in (1, 2, 3) for number, p in enumerate(PRECISIONS)],
@@ -299,6 +301,7 @@ def test_reductions_beside_backward_take_no_other_buffers(tmp_path: Path) -> Non
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @each(("stage", "optimizer"), [(1, "AdamW of the configuration"), (2, "SGD"), (3, "AdamW of the configuration")])
 def test_a_checkpoint_does_not_depend_on_the_home(stage: int, optimizer: str, tmp_path: Path) -> None:
     made, _ = OPTIMIZERS[optimizer]
@@ -383,6 +386,7 @@ ALLOWED = 15 * NUMEL
 LESS_ALLOWED = NUMEL * 31 // 4
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the limit is set from what Linux counts")
 def test_states_in_files_need_no_memory_of_the_process(tmp_path: Path) -> None:
     """The process may have less memory than parameters, gradients and states take together."""

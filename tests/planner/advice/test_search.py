@@ -5,6 +5,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bound
 from megazero.planner.advice.choices import LayoutChoice
@@ -89,6 +91,7 @@ def best_of_all(memory: int) -> list[float]:
     return sorted(figures.seconds for one in left if (figures := made(one)) is not None)
 
 
+@pytest.mark.long
 def test_the_fastest_are_those_of_trying_all() -> None:
     for seed in range(20):
         for count in (1, 5, 10):

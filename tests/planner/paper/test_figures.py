@@ -31,6 +31,7 @@ def of_100b() -> Measured:
     return zero(of("100B", points.FIGURE_2))
 
 
+@pytest.mark.long
 def test_figure_2_the_baseline_falls_behind_where_it_leaves_a_node(of_100b: Measured) -> None:
     """At 1.5B the two are near each other; from 40B on the baseline's model parallelism crosses nodes; 10 x at 100B."""
     ours = {size: zero(of(size, points.FIGURE_2)) for size in ("1.5B", "8B", "40B")} | {"100B": of_100b}
@@ -77,6 +78,7 @@ def test_figure_6_the_largest_models() -> None:
     assert found["C4"] > 2 * found["C3"] and found["C5"] < 1.15 * found["C4"]
 
 
+@pytest.mark.long
 def test_figure_7_what_is_cached() -> None:
     """Pa cuts 16-fold checkpoints; moving them to the host shows at 100B, and hardly at 40B."""
     found = {row.name: row.ours for row in figure_7().rows}
@@ -88,6 +90,7 @@ def test_figure_7_what_is_cached() -> None:
     assert all(gigabytes < 32 for gigabytes in found.values())
 
 
+@pytest.mark.long
 def test_figure_8_memory_becomes_throughput() -> None:
     operators = Operators()
     found = {name: zero(point, name, operators) for name, point in points.FIGURE_8_60B.items()}

@@ -15,6 +15,7 @@ def found() -> Trained:
     return train(defragments=True, limit=LIMIT)
 
 
+@pytest.mark.long
 def test_defragmentation_lets_a_training_go_on_that_fragments_end(found: Trained) -> None:
     assert found.compactions > 0 and found.outside == 0 and found.needed <= LIMIT
     with pytest.raises(MemoryLimitError, match="free in pieces"):
