@@ -75,7 +75,7 @@ class BegunExchanges:
     """
 
     def __init__(self, most_stored: int = 0) -> None:
-        """most_stored: bytes."""
+        """most_stored: bytes, but for those of the last exchange."""
         self._exchanges: deque[MessageExchange] = deque()
         self._most_stored = most_stored
         self._stored = 0
@@ -85,7 +85,11 @@ class BegunExchanges:
         begun = self._exchanges
         begun.append(exchange)
         self._stored += exchange.nbytes
-        while begun and (begun[0].is_complete or len(begun) > _MAX_IN_FLIGHT or self._stored > self._most_stored):
+        while begun and (
+            begun[0].is_complete
+            or len(begun) > _MAX_IN_FLIGHT
+            or (len(begun) > 1 and self._stored > self._most_stored)  # the last one goes on beside what follows
+        ):
             oldest = begun.popleft()
             self._stored -= oldest.nbytes
             if not oldest.is_complete:

@@ -11,8 +11,8 @@ copies it to where it belongs when it waits for it, or adds it up right there.  
 
 The file has no name: nothing is left of it when the processes have ended, however they end.  It is sparse: as much of
 it takes memory as has been under way at a time.  That is bounded: a rank that has stored `_MOST_STORED` bytes in
-exchanges that it has not waited for waits for the oldest, and what is larger than `_LARGEST` travels by gloo.  Where
-ranks cannot map each other's memory, all messages do.
+exchanges that it has not waited for waits for all but the last, and what is larger than `_LARGEST` travels by gloo.
+Where ranks cannot map each other's memory, all messages do.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ from megazero.operating_system import SharedCounter, SharedCounters, nameless_fi
 from megazero.owner import Owner, ProcessState, open_shared_file, process_state
 
 _LARGEST = 32 << 20  # bytes of an exchange that a rank stores
-_MOST_STORED = 64 << 20  # bytes of the exchanges of one communicator that a rank has begun and not waited for
+_MOST_STORED = 8 << 20  # bytes of the exchanges of one communicator that a rank has begun and not waited for
 # Both ends of every pair of ranks may be so far behind, with gaps in between.
 _BOX_BYTES = 1 << 30
 _MOST_RANKS = 512  # of a node

@@ -120,6 +120,9 @@ def test_what_is_stored_for_others_is_bounded() -> None:
         begun.retain(Noted(number))
         seen.append(len(waited))
     assert seen == [0, 0, 1, 2] and waited == [0, 1]
+    begun, last = BegunExchanges(most_stored=5), Noted(9)
+    begun.retain(last)
+    assert not last.is_complete, "one exchange alone goes on, however large it is"
 
 
 def test_a_rank_whose_process_has_ended_is_named() -> None:
