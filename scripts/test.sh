@@ -16,7 +16,10 @@ selected=()
 while (($#)); do
     case "$1" in
     --no-install) install=no ;;
-    --fast) selected=(-m "pure and not long") ;;
+    --fast)
+        # Rewriting the asserts of all tests, so that they show their values, takes as long as compiling these does.
+        selected=(-m "pure and not long" --assert plain)
+        ;;
     *) break ;;
     esac
     shift
@@ -58,18 +61,8 @@ checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # Files are dealt out to a process of pytest for each core, up to four: each imports all tests, and has ranks of its own.
 cores="$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
-# Rewriting every assert, so that it can show its values, takes longer than compiling the tests: those that fail are
-# run again with it.
-tests() {
-    local status=0 shared=(--numprocesses "$cores" --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
-    "$python" -m pytest "${shared[@]}" --assert plain --durations 20 ${selected[@]+"${selected[@]}"} "$@" || status=$?
-    if ((status == 1)); then
-        printf -- '--- pytest: those that failed, with the values of their assertions\n'
-        "$python" -m pytest --last-failed ${selected[@]+"${selected[@]}"} "$@" || true
-    fi
-    return "$status"
-}
-phase "pytest" tests "$@"
+phase "pytest" "$python" -m pytest --numprocesses "$cores" --maxprocesses 4 --dist loadfile \
+    --no-loadscope-reorder --durations 20 ${selected[@]+"${selected[@]}"} "$@"
 
 verdict_on_types() {
     local status=0
