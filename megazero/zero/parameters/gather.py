@@ -141,6 +141,8 @@ class ParameterGather:
             self._use_in_backward(unit)
         else:
             self._order.use(name)
+            if self._order.is_left:  # what was to stay for a use that was ahead has no room beside this one
+                self._release_finished(unit)
             self._gather(unit, why)
             self._prefetch()
         self.memory.unguard(unit)

@@ -39,6 +39,11 @@ class UseOrder:
         if len(self._now) > _MOST_USES:
             self._now, self._place = [], self._end
 
+    @property
+    def is_left(self) -> bool:
+        """True where no use is known to be ahead: this pass has left the record, or has come to its end."""
+        return self._place == self._end
+
     def upcoming(self) -> Iterator[str]:
         """Return the units by their next uses, in order, as far as they are recorded; a unit may come several times."""
         return map(self._recorded.__getitem__, range(self._place, self._end))

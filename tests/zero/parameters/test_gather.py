@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.each import each
 from support.irregular_model import alone, engine_around, owned_gradient, released_memory_is_nan, take_step
@@ -443,6 +443,15 @@ settings_of_zero = st.fixed_dictionaries(
 )
 
 
+LEAVES_THE_RECORD = {
+    "prefetch_bucket_size": None,
+    "max_reuse_distance": 0,
+    "max_live_parameters": 10**9,
+    "reduce_bucket_size": 16,
+    "memory_efficient_linear": True,
+}
+
+
 def loss_of_pass(model: Stack, route: Sequence[int], step: int) -> Tensor:
     model.route = route
     x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH).roll(step).requires_grad_()
@@ -470,6 +479,7 @@ def gradients(engine: Engine, model: Stack, routes: Sequence[Sequence[int]], ran
 
 @settings(max_examples=60)
 @given(routes, settings_of_zero)
+@example([[0, 1], [0, 2]], LEAVES_THE_RECORD)  # unit 0 stays for a backward, unit 1 is gathered ahead, and 2 is used
 def test_any_control_flow_trains_like_plain_torch(routes: list[list[int]], zero: dict[str, Any]) -> None:
     with released_memory_is_nan():
         diary = Diary(4, **zero)
