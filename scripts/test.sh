@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [--fast] [--no-install] [arguments of pytest]
 #
-# --fast leaves out the tests that need a process group or a GPU, and the thirty slowest of the others, which are marked
+# --fast leaves out the tests that need a process group or a GPU, and the forty slowest of the others, which are marked
 # `long`.  --no-install uses the python that is there (PYTHON, python3 by default) and its packages.  Every phase runs
 # even when one before it failed; the exit status is 0 only if all passed.
 set -euo pipefail

@@ -37,6 +37,7 @@ STEP = {"act": "step"}
 WRITE = {"act": "write", "seed": 21, "how": "data =", "where": "all", "first": 0, "stride": 1}
 
 
+@pytest.mark.long
 def test_a_dozen_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--records", str(tmp_path / "r.jsonl"), "--first", "40", "--output", str(tmp_path / "page.md")]
     assert main([*words, "--programs", "12"]) == 0

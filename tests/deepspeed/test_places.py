@@ -31,6 +31,7 @@ assert ZeroStageEnum.weights == 3 and OffloadDeviceEnum("cpu") is OffloadDeviceE
 """
 
 
+@pytest.mark.long
 def test_paths_that_programs_import_from() -> None:
     """They are there in a new process, where nothing else has been imported."""
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)

@@ -28,6 +28,7 @@ def job_of(words: str, nodes: Nodes, *, wide: bool = False) -> DryJob:
     return DryJob(wanted.config, wanted.vocab_size, nodes, is_gpu=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "wide"),
     [
