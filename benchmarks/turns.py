@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,7 @@ class Traffic(TorchDispatchMode):
         self.sent = self.messages = 0
 
     def __enter__(self) -> Self:
-        self._exchange = exchange = SharedMessages.exchange
+        exchange = SharedMessages.exchange
 
         def counted(
             messages: SharedMessages, parts: Sequence[ExchangePart], label: int | None = None
@@ -140,11 +141,12 @@ class Traffic(TorchDispatchMode):
                 self.sent += sum(map(_nbytes, part.sent))
             return begun
 
-        SharedMessages.exchange = counted  # type: ignore[method-assign]
+        self._counts_shared = patch.object(SharedMessages, "exchange", counted)
+        self._counts_shared.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        SharedMessages.exchange = self._exchange  # type: ignore[method-assign]
+        self._counts_shared.stop()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -213,6 +213,11 @@ class SharedMessages:
     def exchange(self, parts: Sequence[ExchangePart], label: int | None = None) -> MessageExchange:
         nbytes = 0
         for tensor in parts[0].sent:
+            # It is copied by its address.
+            if not (tensor.is_cpu and tensor.is_contiguous()):
+                raise ValueError(
+                    f"ranks exchange contiguous CPU tensors, not one on {tensor.device} of {tensor.stride()}"
+                )
             nbytes += tensor.nbytes
         stored = self._outbox.send(parts, nbytes, label)
         receive: list[Callable[[], None]] = []

@@ -181,7 +181,7 @@ def make_mesh(
             split = Split(CONTROL, WORLD, topology.groups(WORLD))
             groups[CONTROL] = gloo_maker(limits).make(split, rank)
     memory = NO_MEMORY
-    if topology.world_size > 1 and default_group().name() == "gloo":
+    if topology.world_size > 1 and device.type == "cpu" and default_group().name() == "gloo":
         everyone = ProcessGroupCommunicator(default_group(), NO_SCRATCH)
         memory = _share_memory(everyone, split_keys(topology), groups, topology, rank, nodes)
     meter = meter or Meter()
@@ -274,7 +274,7 @@ def divide_data_axis(
     keys = shard_keys(topology)
     groups = make_groups([split for split in splits(topology) if split.key in keys], mesh.rank, mesh.device, limits)
     memory = NO_MEMORY
-    if keys and default_group().name() == "gloo":
+    if keys and mesh.device.type == "cpu" and default_group().name() == "gloo":
         memory = _share_memory(mesh.control, keys, groups, topology, mesh.rank, nodes)
         mesh.meter.reset()
     return _with_shards(mesh, topology, wires, groups, scratch, nodes, memory)

@@ -125,6 +125,13 @@ def test_what_is_stored_for_others_is_bounded() -> None:
     assert not last.is_complete, "one exchange alone goes on, however large it is"
 
 
+def test_what_has_no_bytes_in_a_row_is_refused() -> None:
+    first, _ = ranks_here(2)
+    sent, _ = part(0, 1.0, 6)
+    with pytest.raises(ValueError, match="contiguous CPU tensors, not one on cpu of \\(2,\\)"):
+        first.exchange([sent._replace(sent=[torch.ones(6)[::2]])])
+
+
 def test_a_rank_whose_process_has_ended_is_named() -> None:
     process = subprocess.Popen(["sleep", "60"])
     first, second = ranks_here(
