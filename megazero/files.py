@@ -178,8 +178,8 @@ def parse_json(text: bytes | str, **hooks: Any) -> Any:
         level = [
             child
             for each in level
-            for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
-            if isinstance(child, dict | list)
+            for child in (each.values() if type(each) is dict else each if type(each) is list else ())
+            if type(child) is dict or type(child) is list
         ]
         if not level:
             return content

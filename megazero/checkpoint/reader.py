@@ -436,8 +436,8 @@ class Checkpoint:
         path = self.folder / file.name
         try:
             with open_regular(path, inside=self.folder) as stream:
-                if self._described.get(file.name) != (read := len(self._in_file[file.name])):
-                    found = list(self._header_problems(stream, file))
+                if (known := self._described.get(file.name, 0)) != (read := len(self._in_file[file.name])):
+                    found = list(self._header_problems(stream, file, known=max(known, 0)))
                     yield from found
                     self._described[file.name] = -1 if found else read
                 for saved, overlaps in plan:
@@ -455,11 +455,13 @@ class Checkpoint:
         for target in overlaps:
             target.view().copy_(values[index_within(entry.box, target.box)])
 
-    def _header_problems(self, stream: BufferedReader, file: FileEntry) -> Iterator[Problem]:
+    def _header_problems(self, stream: BufferedReader, file: FileEntry, *, known: int = 0) -> Iterator[Problem]:
+        """Yield the problem of a file's header; known: how many boxes, the first ones read, are known to be in it."""
         stream.seek(0)
-        dtypes = {key: entry.dtype for key, entry in self._tensors.items()}
         header, is_all = stream.read(file.header_bytes), self._num_read == self.num_boxes
-        if rule := header_problem(file, self._boxes_in(file), dtypes, header, is_all=is_all):
+        boxes = self._in_file[file.name] if is_all else self._in_file[file.name][known:]
+        dtypes = {key: self._tensors[key].dtype for key in {(box.parameter, box.kind) for box in boxes}}
+        if rule := header_problem(file, boxes, dtypes, header, is_all=is_all):
             yield Problem(str(self.folder / file.name), rule)
 
     def _is_sound(self, saved: _StoredBox, raw: Tensor) -> bool:

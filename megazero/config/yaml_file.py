@@ -148,8 +148,11 @@ def _raw_value(origin: str, key: str, value: Any, kind: Origin) -> RawValue:
 
 def _in_line(value: Any) -> str:
     """Return the value as YAML on one line."""
-    if type(value) is int:  # most values are; a file has over a hundred
+    # Most values are one of these; a file has hundreds.
+    if type(value) is int:
         return str(value)
+    if value is None or value is True or value is False:
+        return "null" if value is None else "true" if value else "false"
     dumped = yaml.dump(value, Dumper=_DUMPER, default_flow_style=True, width=1 << 20, allow_unicode=True)
     return dumped.removesuffix("\n").removesuffix("\n...")
 

@@ -219,10 +219,14 @@ class _Recipe:
     options: Mapping[str, Any]
     attributes: Mapping[str, Any]
 
-    def build(self, parameter: nn.Parameter) -> Optimizer:
+    @cached_property
+    def _arguments(self) -> dict[str, Any]:
+        """The options that the constructor takes."""
         accepted = inspect.signature(self.kind.__init__).parameters
-        arguments = {name: value for name, value in self.options.items() if name in accepted}
-        made = cast(Callable[..., Optimizer], self.kind)([{"params": [parameter], **self.options}], **arguments)
+        return {name: value for name, value in self.options.items() if name in accepted}
+
+    def build(self, parameter: nn.Parameter) -> Optimizer:
+        made = cast(Callable[..., Optimizer], self.kind)([{"params": [parameter], **self.options}], **self._arguments)
         vars(made).update(self.attributes)
         return made
 

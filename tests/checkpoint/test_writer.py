@@ -18,6 +18,7 @@ import torch
 from pydantic import JsonValue
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.checkpoints import saved_states
 from support.disks import skipped_fsync
 from support.late_communicator import LateCommunicator
 from support.processes import mesh_in_worker, run_ranks
@@ -59,8 +60,8 @@ def save_state(
 
 
 def holds(folder: Path, state: State) -> bool:
-    checkpoint = open_checkpoint(folder)
-    return all(torch.equal(checkpoint.read_full(name, kind), full) for (name, kind), full in state.items())
+    found = saved_states(open_checkpoint(folder))
+    return all(torch.equal(found[key], full) for key, full in state.items())
 
 
 def tree(root: Path) -> dict[str, str]:

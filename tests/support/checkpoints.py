@@ -38,11 +38,19 @@ def run_config(model: ModelConfig, *, precision: str = "fp64", data: DataConfig 
 
 def saved_states(checkpoint: Checkpoint) -> dict[tuple[str, str], Tensor]:
     """Return every saved tensor, whole, by its parameter's name and its kind."""
+    list(checkpoint.boxes())  # Reads all indices, of which the header of a file is otherwise checked for every tensor.
     return {
         (name, kind): checkpoint.read_full(name, kind)
         for name, saved in checkpoint.parameters.items()
         for kind in saved.kinds
     }
+
+
+def assert_equal_states(one: Checkpoint, other: Checkpoint) -> None:
+    """Check that all that one checkpoint holds is in the other, to the bit."""
+    held = saved_states(other)
+    for key, value in saved_states(one).items():
+        assert torch.equal(value, held[key]), key
 
 
 def save_checkpoint(root: Path, config: RunConfig, *, vocab_size: int, tp: int, seed: int = 3) -> dict[str, Tensor]:

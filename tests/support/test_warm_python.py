@@ -32,7 +32,7 @@ def both(*words: str, **options: Any) -> list[tuple[int, str, str]]:
         ["-c", "import sys; print(sys.argv, sys.stdin.read()); sys.exit(3)", "a", "b c"],
         ["-c", "import sys; sys.exit('a message')"],
         ["-c", "import os; os.kill(os.getpid(), 15)"],
-        ["-u", "-c", "import os; print(sorted(os.environ), os.getcwd(), end=''); os._exit(0)"],
+        ["-u", "-B", "-c", "import os; print(sorted(os.environ), os.getcwd(), end=''); os._exit(0)"],
         ["-c", "import atexit; atexit.register(print, 'last'); print('first')"],
         ["-m", "json.tool", "--compact"],
         ["-O", "-c", "import sys; print(sys.flags.optimize)"],

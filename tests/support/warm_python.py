@@ -16,7 +16,8 @@ All processes that share out the tests have the fork servers in common.
 
 What differs from a start of its own: the process is no child of the one that started it, so it is not found under /proc
 by its parent, environment or name; SIGSTOP does not reach it; the seed of `hash` is the server's; and modules have been
-imported from this tree.  A program started with options of python other than -u, -c and -m gets a python of its own.
+imported from this tree.  A program started with options of python other than -u, -B, -c and -m gets a python of its
+own.
 """
 
 import atexit
@@ -68,7 +69,7 @@ CLIENT = """
 import _socket, array, marshal, os, signal, sys
 
 words = sys.argv[1:]
-while words[:1] == ["-u"]:
+while words[:1] in (["-u"], ["-B"]):  # what is imported has been compiled
     del words[0]
 if not words or words[0][0] == "-" and words[0] not in ("-m", "-c"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from support.checkpoints import assert_equal_states, saved_states
 from support.processes import run_ranks
 from support.reference import Batch, History, Recipe, mean_loss, scheduled_rate
 from support.reference import train as train_plainly
@@ -245,10 +246,10 @@ def test_statistics_are_those_of_what_is_saved(tmp_path: Path) -> None:
     told = run(tmp_path, precision="bf16", **settings, **dict.fromkeys(flags, True))
     taken = {line["iteration"]: line["statistics"] for line in steps(tmp_path) if "statistics" in line}
     assert list(taken) == [1, 3, 5]
-    checkpoint, last = open_checkpoint(tmp_path / "save"), taken[5]
+    states, last = saved_states(open_checkpoint(tmp_path / "save")), taken[5]
     orders = {"l1": 1.0, "l2": 2.0, "abs_max": math.inf}
     for name, kind in {"weight": "weight", "momentum": "exp_avg", "variance": "exp_avg_sq"}.items():
-        full = torch.cat([checkpoint.read_full(each, kind).double().flatten() for each in checkpoint.parameters])
+        full = torch.cat([value.double().flatten() for (_, its), value in states.items() if its == kind])
         for title, values in {name: full, **({"variance_sqrt": full.sqrt()} if name == "variance" else {})}.items():
             expected = {f"{title}_{end}": torch.linalg.vector_norm(values, p).item() for end, p in orders.items()}
             assert {each: last[each] for each in expected} == pytest.approx(expected, rel=1e-6)
@@ -319,9 +320,7 @@ def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Pat
         assert [line[key] for line in steps(tmp_path / "left")] == [line[key] for line in steps(tmp_path / "stayed")]
     one, other = (open_checkpoint(tmp_path / name / "save") for name in ("left", "stayed"))
     assert {**one.progress, "run": None} == {**other.progress, "run": None}  # two runs
-    for name, parameter in one.parameters.items():
-        for kind in parameter.kinds:
-            assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
+    assert_equal_states(one, other)
 
 
 @pytest.mark.parametrize(("damage", "own"), [("data", True), ("data", False), ("manifest", True)])
@@ -349,9 +348,7 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(tmp_path: P
     assert places(tmp_path / "left") == "1 2 3 4 5" and saved(tmp_path / "left") == [2, 4, 5]
     one, other = (open_checkpoint(tmp_path / name / "save") for name in ("left", "stayed"))
     assert {**one.progress, "run": None} == {**other.progress, "run": None}
-    for name, parameter in one.parameters.items():
-        for kind in parameter.kinds:
-            assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
+    assert_equal_states(one, other)
 
 
 def test_a_run_keeps_its_id_and_a_journal(tmp_path: Path) -> None:

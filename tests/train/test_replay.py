@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.checkpoints import assert_equal_states
 from support.processes import run_ranks
 from support.small_runs import CPU, tiny_run, train_run
 from support.training import Saved, assemble, boxes
@@ -193,9 +194,7 @@ def test_the_state_before_is_saved_and_goes_on_as_if_nothing_had_been(tmp_path: 
     train_run(0, 1, {**bad, "load": str(tmp_path / "bad")})
     one, other = (open_checkpoint(tmp_path / name) for name in ("straight", "bad"))
     assert one.progress["consumed_samples"] == other.progress["consumed_samples"] == 5 * 2 * ACCUMULATION
-    for name, parameter in one.parameters.items():
-        for kind in parameter.kinds:
-            assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
+    assert_equal_states(one, other)
 
 
 def test_a_step_that_was_begun_before_the_figures_were_read_changes_nothing(tmp_path: Path) -> None:
@@ -213,9 +212,7 @@ def test_a_step_that_was_begun_before_the_figures_were_read_changes_nothing(tmp_
     assert [entry.step for entry in list_steps(tmp_path / "late")] == [2]
     one, other = (open_checkpoint(tmp_path / name) for name in ("straight", "late"))
     assert {**one.progress, "run": None} == {**other.progress, "run": None}
-    for name, parameter in one.parameters.items():
-        for kind in parameter.kinds:
-            assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
+    assert_equal_states(one, other)
 
 
 @dataclass

@@ -1,7 +1,10 @@
 """Tests that models of every family go to transformers and come back: the same logits there, the same bits here."""
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,20 @@ def saved(folder: Path, name: str) -> dict[str, Tensor]:
     return weights
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that exports a model in shards, once, and returns the folder, which stays as it is."""
+
+    @cache
+    def export(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("exported")
+        saved(folder, name)
+        export_model(open_checkpoint(folder / "run"), model_of(name), folder / "hf", shard_bytes=60_000)
+        return folder / "hf"
+
+    return export
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shard_bytes", [10**9, 60_000])
 def test_there_and_back(name: str, shard_bytes: int, tmp_path: Path) -> None:
@@ -93,11 +110,9 @@ def test_there_and_back(name: str, shard_bytes: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_transformers_has_written_is_read(name: str, tmp_path: Path) -> None:
+def test_what_transformers_has_written_is_read(name: str, exported: Callable[[str], Path], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    saved(tmp_path, name)
-    export_model(open_checkpoint(tmp_path / "run"), model_of(name), tmp_path / "hf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported(name), dtype=torch.float64).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -149,9 +164,10 @@ def test_models_without_a_class_are_refused(settings: dict[str, Any], told: str)
         ("bloom", {"model_type": ["bloom"]}, "model_type"),
     ],
 )
-def test_other_configurations_are_refused(name: str, changes: dict[str, Any], told: str, tmp_path: Path) -> None:
-    saved(tmp_path, name)
-    export_model(open_checkpoint(tmp_path / "run"), model_of(name), tmp_path / "hf")
+def test_other_configurations_are_refused(
+    name: str, changes: dict[str, Any], told: str, exported: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(exported(name), tmp_path / "hf")
     file = tmp_path / "hf" / CONFIG_FILE
     described = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps(described))
@@ -176,17 +192,17 @@ def test_a_falcon_that_says_nothing_is_transformers_own(tmp_path: Path) -> None:
         ({"weight_map": {"a": "gone.safetensors"}}, "must be a safetensors file"),
     ],
 )
-def test_a_wrong_index_is_refused(index: object, told: str, tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
-    export_model(open_checkpoint(tmp_path / "run"), model_of("llama"), tmp_path / "hf", shard_bytes=60_000)
+def test_a_wrong_index_is_refused(index: object, told: str, exported: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(exported("llama"), tmp_path / "hf")
     (tmp_path / "hf" / INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=told):
         read_model(tmp_path / "hf")
 
 
-def test_a_tensor_in_another_file_than_the_index_says_is_missing(tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
-    export_model(open_checkpoint(tmp_path / "run"), model_of("llama"), tmp_path / "hf", shard_bytes=60_000)
+def test_a_tensor_in_another_file_than_the_index_says_is_missing(
+    exported: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(exported("llama"), tmp_path / "hf")
     file = tmp_path / "hf" / INDEX_FILE
     described = json.loads(file.read_text())
     names = sorted(set(described["weight_map"].values()))

@@ -205,14 +205,14 @@ def test_long_documents_are_split(tmp_path: Path, limit: int, append_eod: bool) 
 
 
 def many(folder: Path) -> list[Path]:
-    """Write three jsonl files of some seventy kilobytes in all, with two unusable lines; return their paths."""
+    """Write three jsonl files of twelve kilobytes in all, with two unusable lines; return their paths."""
     rng = random.Random(1)
-    lines = [json.dumps({"text": "t" * rng.randrange(90), "title": f"title {n}" * (n % 3)}) for n in range(500)]
-    lines[100] = "{"
-    lines[300] = '{"text": 5, "title": "x"}'
+    lines = [json.dumps({"text": "t" * rng.randrange(90), "title": f"title {n}" * (n % 3)}) for n in range(150)]
+    lines[30] = "{"
+    lines[90] = '{"text": 5, "title": "x"}'
     paths = [folder / "a.jsonl", folder / "b.jsonl", folder / "c.jsonl"]
     for number, path in enumerate(paths):
-        path.write_text("\n".join(lines[number * 170 : number * 170 + 170]) + "\n")
+        path.write_text("\n".join(lines[number * 50 : number * 50 + 50]) + "\n")
     return paths
 
 
@@ -225,7 +225,7 @@ MANY: dict[str, Any] = {
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the input about seven chunks."""
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 3_000)
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -262,7 +262,7 @@ def test_bad_lines_are_listed_alike_for_any_number_of_workers(tmp_path: Path, sm
         assert done.bad_lines == 2
         assert done.bad_lines_file.read_text().splitlines() == [
             next(line for line in done.bad_lines_file.read_text().splitlines() if line.startswith(f"{place}: "))
-            for place in (f"{tmp_path / 'a.jsonl'}:101", f"{tmp_path / 'b.jsonl'}:131")
+            for place in (f"{tmp_path / 'a.jsonl'}:31", f"{tmp_path / 'b.jsonl'}:41")
         ]
         results.append(contents(tmp_path / str(workers)))
     assert results[0] == results[1]
