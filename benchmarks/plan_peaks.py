@@ -23,6 +23,7 @@ from report import HelpFormat, add_output, command, paragraph, publish, table, t
 from steps import configuration_of
 
 from megazero.parallel.nodes import Nodes
+from megazero.planner.dry.hollow import Operators
 from megazero.planner.dry.rank import DryJob, differing_ranks, run_rank
 from megazero.planner.machines import MACHINES
 
@@ -125,12 +126,12 @@ def measured(case: Case, python: Path) -> int:
         return peak
 
 
-def planned(case: Case) -> int:
-    """Return the peak of the last stage's steady step, with the workspaces of an H200."""
+def planned(case: Case, operators: Operators | None = None) -> int:
+    """Return the peak of the last stage's steady step, with the workspaces of an H200; operators: found so far."""
     config = configuration_of(case.words.split(), case.world_size)
     assert config.model.vocab_size is not None, "made-up samples have a stated vocabulary"
     job = DryJob(config, config.model.vocab_size, Nodes((case.world_size,)), is_gpu=True)
-    rank = run_rank(job, list(differing_ranks(job))[-1], ("start-up", "first step", "steady step"))
+    rank = run_rank(job, list(differing_ranks(job))[-1], ("start-up", "first step", "steady step"), operators)
     return rank.parts["steady step"].memory.peak_bytes + MACHINES["h200"].workspace_bytes
 
 

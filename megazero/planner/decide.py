@@ -58,12 +58,16 @@ def decide_by_plan(config: RunConfig, vocab_size: int, device: torch.device, lau
     return Decision({name: value_in(chosen.plan.job.config, name) for name in undecided(config)}, chosen.reasons)
 
 
-def choose(job: DryJob, hardware: Hardware) -> Chosen:
-    """Run a job dry with the values for what is "auto" that fit the hardware and are the fastest."""
+def choose(job: DryJob, hardware: Hardware, operators: Operators | None = None) -> Chosen:
+    """Run a job dry with the values for what is "auto" that fit the hardware and are the fastest.
+
+    operators: those that plans like these have found so far.
+    """
+    found = Operators() if operators is None else operators
     names = undecided(job.config)
     if not names:
-        return Chosen(make_plan(job, hardware), ())
-    tried = _tried(job, hardware)
+        return Chosen(make_plan(job, hardware, operators=found), ())
+    tried = _tried(job, hardware, found)
     reasons = [_line(plan, names) for plan in tried]
     if fitting := [plan for plan in tried if plan.fits]:
         best = min(fitting, key=_seconds)
@@ -74,12 +78,11 @@ def choose(job: DryJob, hardware: Hardware) -> Chosen:
     return Chosen(best, (*reasons, f"auto: {values}, predicted {_seconds(best):.3g} s a step on {hardware.name}"))
 
 
-def _tried(job: DryJob, hardware: Hardware) -> list[Plan]:
+def _tried(job: DryJob, hardware: Hardware, operators: Operators) -> list[Plan]:
     """Return plans of the choices that were run dry."""
     rungs = list(ladder(job.config, is_gpu=job.is_gpu))
     places = homes(job.config, is_gpu=job.is_gpu)
     tried: list[Plan] = []
-    operators = Operators()
 
     def run_dry(rung: int, place: int) -> Room:
         configs = (with_values(config, places[place]) for config in rungs[rung])

@@ -85,7 +85,13 @@ def test_the_ladder_has_every_open_choice(settings: dict[str, Any], is_gpu: bool
 
 
 @pytest.fixture(scope="module")
-def every() -> list[Plan]:
+def operators() -> Operators:
+    """Return the operators that plans have called, which have most of them in common."""
+    return Operators()
+
+
+@pytest.fixture(scope="module")
+def every(operators: Operators) -> list[Plan]:
     """Return plans of all values of the three settings."""
     choices: list[dict[str, Any]] = [{"recompute_granularity": name} for name in ("none", "selective")]
     choices += [
@@ -93,7 +99,6 @@ def every() -> list[Plan]:
         for cut in (False, True)
         for away in (False, True)
     ]
-    operators = Operators()
     return [make_plan(_job(choice), MACHINES["dgx-a100"], operators=operators) for choice in choices]
 
 
@@ -101,14 +106,13 @@ def _job(settings: dict[str, Any]) -> DryJob:
     return DryJob(make_run(**{**SIZES, **TWO, **settings}), 512, Nodes((2,)), is_gpu=True)
 
 
-@pytest.mark.long
-def test_the_fastest_choice_that_fits_is_taken(every: list[Plan]) -> None:
+def test_the_fastest_choice_that_fits_is_taken(every: list[Plan], operators: Operators) -> None:
     """With little, some and enough memory, beside all values of the three settings."""
     needs = sorted({plan.need(*plan.binding).total for plan in every})
     assert len(needs) > 3
     for limit in (needs[0], needs[2], needs[-1]):
         machine = replace(MACHINES["dgx-a100"], memory_bytes=limit)
-        chosen = choose(_job(AUTO), machine)
+        chosen = choose(_job(AUTO), machine, operators)
         fitting = [plan for plan in every if plan.need(*plan.binding).total <= limit]
         fastest = min(fitting, key=_seconds)
         assert _values(chosen.plan.job.config) == _values(fastest.job.config)
@@ -117,9 +121,9 @@ def test_the_fastest_choice_that_fits_is_taken(every: list[Plan]) -> None:
         assert f"recompute_granularity {fastest.job.config.activations.recompute_granularity}" in chosen.reasons[-1]
 
 
-def test_where_nothing_fits_what_needs_least_is_taken(every: list[Plan]) -> None:
+def test_where_nothing_fits_what_needs_least_is_taken(every: list[Plan], operators: Operators) -> None:
     machine = replace(MACHINES["dgx-a100"], memory_bytes=1)
-    chosen = choose(_job(AUTO), machine)
+    chosen = choose(_job(AUTO), machine, operators)
     least = min(plan.need(*plan.binding).total for plan in every)
     assert chosen.plan.need(*chosen.plan.binding).total == least
     assert "nothing fits dgx-a100" in chosen.reasons[-2]
@@ -173,19 +177,18 @@ def _sharded(settings: dict[str, Any]) -> DryJob:
     return DryJob(make_run(**{**sizes, **settings}), 512, Nodes((2,)), is_gpu=True)
 
 
-@pytest.mark.long
-def test_the_fastest_homes_that_fit_are_taken() -> None:
+def test_the_fastest_homes_that_fit_are_taken(operators: Operators) -> None:
     """Where parameters need not leave the device; and where the host has no room, nothing does."""
     places = [dict(zip(HOMES, place, strict=True)) for place in (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))]
-    plans = [make_plan(_sharded(place), MACHINES["dgx-a100"]) for place in places]
+    plans = [make_plan(_sharded(place), MACHINES["dgx-a100"], operators=operators) for place in places]
     needs = [plan.need(*plan.binding).total for plan in plans]
     assert needs == sorted(set(needs), reverse=True)
     machine = replace(MACHINES["dgx-a100"], memory_bytes=needs[1])
-    chosen = choose(_sharded(HOMES), machine)
+    chosen = choose(_sharded(HOMES), machine, operators)
     assert _homes(chosen.plan.job.config) == ("cpu", "none") and chosen.plan.fits
     assert _seconds(chosen.plan) == _seconds(plans[1]) < _seconds(plans[2])
     assert "offload_optimizer cpu, offload_param none, predicted" in chosen.reasons[-1]
-    chosen = choose(_sharded(HOMES), replace(machine, host_memory_bytes=1))
+    chosen = choose(_sharded(HOMES), replace(machine, host_memory_bytes=1), operators)
     assert "nothing fits" in chosen.reasons[-2] and not chosen.plan.fits
 
 

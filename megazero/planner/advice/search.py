@@ -17,8 +17,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bound, Bounds
 from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, choices, legal
 from megazero.planner.advice.expected import Expectation
-from megazero.planner.advice.shallow import Measured, measure
-from megazero.planner.dry.hollow import Operators
+from megazero.planner.advice.shallow import Measured, Samples, measure
 from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware
 
@@ -61,7 +60,7 @@ class Search:
     """A search for layouts of one run on a machine, and all that it has run dry.
 
     tried: the layouts that a start would take, run dry; None: it refuses them.  report: gets a line before each run.
-    operators: those that dry runs have called, which layouts have mostly in common.
+    samples: their dry runs, which layouts have in part in common.
     """
 
     run: AdvisedRun
@@ -69,7 +68,7 @@ class Search:
     hardware: Hardware
     report: Callable[[str], None] = lambda line: None
     tried: dict[tuple[LayoutChoice, Nodes], Measured | None] = field(default_factory=dict)
-    operators: Operators = field(default_factory=Operators, repr=False)
+    samples: Samples = field(default_factory=Samples, repr=False)
 
     @property
     def runs(self) -> int:
@@ -90,7 +89,7 @@ class Search:
             if wanted is not None:
                 self.report(f"run dry: {choice.describe()}, {nodes.describe()}")
                 job = DryJob(wanted.config, wanted.vocab_size, nodes, is_gpu=self.hardware.device == "cuda")
-                self.tried[key] = measure(job, self.hardware, self.operators)
+                self.tried[key] = measure(job, self.hardware, self.samples)
             else:
                 self.tried[key] = None
         return self.tried[key]

@@ -107,8 +107,10 @@ class CachingAllocator:
             self._free(self._given.pop(key))
         if nbytes:
             self._given[key] = self._allocate(-(-nbytes // ROUNDING) * ROUNDING)
-        self.needed_peak = max(self.needed_peak, self.needed)
-        self.reserved_peak = max(self.reserved_peak, self.reserved)
+            if self.needed > self.needed_peak:
+                self.needed_peak = self.needed
+            if self.reserved > self.reserved_peak:
+                self.reserved_peak = self.reserved
 
     def reset_peaks(self) -> None:
         """Begin the peaks anew, from what is in use now."""

@@ -69,18 +69,21 @@ class _Form(NamedTuple):
     strides: tuple[int, ...]
 
 
-class _Manner(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Manner:
     """The way in which an operator is run.
 
     is_run: it makes views or a tensor of others, changes what a tensor looks like, or has no tensors; it runs as it is.
     grows: that may need more bytes.  needs_values: it runs where none of its tensors is hollow.  given: the arguments
-    that it returns, by their places, or by name if they are keywords; empty if it returns new tensors.
+    that it returns, by their places, or by name if they are keywords; empty if it returns new tensors.  call: runs it,
+    without the frame of Python's that the operator itself has.
     """
 
     is_run: bool
     grows: bool
     needs_values: bool
     given: tuple[int | str, ...]
+    call: Callable[..., Any]
 
 
 class _Block(weakref.ref[torch.UntypedStorage]):
@@ -98,11 +101,13 @@ class Operators:
     """The operators that have been called with hollow tensors; runs that share them find each only once.
 
     manners: by operator.  results: by operator and forms of arguments, with a form for every tensor; and whether all of
-    these are small.
+    these are small.  kinds, kernels: of `Operations`.
     """
 
     manners: dict[Any, _Manner] = field(default_factory=dict)
     results: dict[Any, tuple[Any, bool]] = field(default_factory=dict)
+    kinds: dict[Any, Any] = field(default_factory=dict)
+    kernels: dict[Any, Any] = field(default_factory=dict)
 
 
 class Hollow(TorchDispatchMode):
@@ -166,14 +171,14 @@ class Hollow(TorchDispatchMode):
         if manner.grows:
             self._grow(*args)
         if manner.is_run or (manner.needs_values and self._has_values(args, kwargs)):
-            return func(*args, **(kwargs or {}))
-        key = func, _signature(args), _signature([*kwargs.items()]) if kwargs else None
+            return manner.call(*args, **(kwargs or {}))
+        key = manner, _signature(args), _signature([*kwargs.items()]) if kwargs else None
         try:
             result, is_small = results[key]
         except KeyError:
             result, is_small = results[key] = self._result(func, args, kwargs or {})
         if is_small and self._has_values(args, kwargs):
-            return func(*args, **(kwargs or {}))
+            return manner.call(*args, **(kwargs or {}))
         if manner.given:
             found = [(kwargs or {})[place] if isinstance(place, str) else args[place] for place in manner.given]
             return found[0] if len(found) == 1 else tuple(found)
@@ -338,6 +343,7 @@ def _manner(func: Any) -> _Manner:
         grows=name in ("resize_", "resize_as_"),
         needs_values=torch.Tag.data_dependent_output in func.tags,
         given=given,
+        call=func._op,
     )
 
 
@@ -345,9 +351,12 @@ def _signature(value: Any) -> Any:
     """Return what the form of a result depends on."""
     if isinstance(value, Tensor):
         return value.dtype, value.is_meta, value.shape, value.stride()
+    kind = type(value)
+    if kind is int:
+        return value
     if isinstance(value, (tuple, list)):
         return tuple([_signature(one) for one in value])
-    return (type(value), value) if isinstance(value, (bool, float)) else value  # 1 == 1.0 == True
+    return (kind, value) if kind is bool or kind is float else value  # 1 == 1.0 == True
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

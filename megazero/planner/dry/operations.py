@@ -1,16 +1,16 @@
 """The cost of an operator call: a kernel with its floating-point operations and bytes, or nothing at all."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from megazero.planner.dry.hollow import tensors_in
+from megazero.planner.dry.hollow import Operators, tensors_in
 from megazero.planner.trace import Operand, Operation, Order
 
 # Operators without a kernel beside views: memory that is only taken, resized or named anew, or tensors of others.
@@ -47,7 +47,8 @@ _OVERWRITING = frozenset(
 )
 
 
-class _Kind(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Kind:
     """The part of an operator's schema that costs depend on: whether it only makes views, and what it writes to.
 
     first_factor: the place of the first factor of a product of two matrices among its tensors; None for all others.
@@ -62,11 +63,12 @@ class _Kind(NamedTuple):
 
 
 class Operations:
-    """The kernels of a trace; equal ones are one object."""
+    """The kernels of a trace; equal ones are one object.  operators: those found so far, by this and other traces."""
 
-    def __init__(self) -> None:
-        self._kinds: dict[Any, _Kind] = {}
-        self._known: dict[tuple[Any, ...], Operation] = {}
+    def __init__(self, operators: Operators | None = None) -> None:
+        found = Operators() if operators is None else operators
+        self._kinds: dict[Any, _Kind] = found.kinds
+        self._known: dict[tuple[Any, ...], Operation] = found.kernels
 
     def of_call(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -75,12 +77,12 @@ class Operations:
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _kind(func))
         if not kind.has_kernel:
             return None
-        inputs, outputs = [*tensors_in((*args, *kwargs.values()))], [*tensors_in([result])]
+        inputs, outputs = [*tensors_in((*args, *kwargs.values()))], [*tensors_in((result,))]
         if not inputs and not outputs:
             return None
-        sizes = tuple((tensor.shape, tensor.dtype) for tensor in (*inputs, *outputs))
+        sizes = tuple([(tensor.shape, tensor.dtype) for tensor in (*inputs, *outputs)])
         order = "rows" if kind.first_factor is None else _order(inputs[kind.first_factor])
-        key = (func, len(inputs), sizes, order)
+        key = (kind, len(inputs), sizes, order)
         operation = self._known.get(key)
         if operation is None:
             operation = _operation(kind, func, args, kwargs, result, inputs, outputs)

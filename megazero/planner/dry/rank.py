@@ -196,7 +196,7 @@ class DryRank:
             rounds_to=ROUNDING if job.is_gpu else 1,
             watch=self.allocator.changed,
         )
-        self.recorder = Recorder(self.ledger, job.topology, rank, job.nodes, is_gpu=job.is_gpu)
+        self.recorder = Recorder(self.ledger, job.topology, rank, job.nodes, is_gpu=job.is_gpu, operators=operators)
         self.homes = DryHomes(self.recorder)
         attention = kernels(is_gpu=job.is_gpu, attention=job.attention_backend)
         tensors = dry_tensors(self.ledger, operators, self.recorder)

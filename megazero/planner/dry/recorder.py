@@ -24,6 +24,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 from megazero.pipeline.schedule import Action, Kind
 from megazero.pipeline.timeline import Span
+from megazero.planner.dry.hollow import Operators
 from megazero.planner.dry.operations import Operations
 from megazero.planner.trace import (
     Begin,
@@ -55,21 +56,31 @@ class SourceLine(NamedTuple):
 
 
 class Recorder:
-    """The events of one rank, part by part, of the operations that it is shown."""
+    """The events of one rank, part by part, of the operations that it is shown.  operators: those found so far."""
 
-    def __init__(self, ledger: Ledger, topology: Topology, rank: int, nodes: Nodes, *, is_gpu: bool) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        topology: Topology,
+        rank: int,
+        nodes: Nodes,
+        *,
+        is_gpu: bool,
+        operators: Operators | None = None,
+    ) -> None:
         self.parts: dict[Part, tuple[Event, ...]] = {}
         self.channels: dict[str, Channel] = {}
         self.meter = RecordingMeter(self)
         self._ledger = ledger
         self._topology, self._rank, self._nodes = topology, rank, nodes
         self._waits_on: Waiter = "device" if is_gpu else "host"
-        self._operations = Operations()
+        self._operations = Operations(operators)
         self._places: dict[tuple[Phase, str], Where] = {}
         self._names: Mapping[nn.Module, str] = {}
         self._modules: list[str] = []
         self._events: list[Event] = []
-        self._lines: list[tuple[CodeType, int] | None] = []
+        self._lines: list[tuple[CodeType, int] | None] = []  # codes, and places in them
+        self._watching: dict[str, bool] = {}  # files, and whether they are torch's or of what watches
         self._action: Kind | None = None
         self._arriving: dict[int, int] = {}  # storages that a copy is on its way to, and the copy's number
         self._last_kernel = -1  # the number of the part's last kernel
@@ -79,7 +90,7 @@ class Recorder:
     def operation_done(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Count what an operation has made, and record it."""
         self._ledger.operation_done(result)
-        self._lines.append(_line())
+        self._lines.append(self._line())
         call = self._operations.of_call(func, args, kwargs, result)
         if call is not None:
             self._compute(*call)
@@ -120,12 +131,15 @@ class Recorder:
 
     def unit(self) -> str:
         """Return the name of the module or parameter that the rank has come to, for the ledger."""
-        return next((name for name in reversed(self._modules) if name), "") or self.meter.flight.unit
+        for name in reversed(self._modules):
+            if name:
+                return name
+        return self.meter.flight.unit
 
     def line_of(self, operation: int) -> SourceLine | None:
         """Return the line that ran this operation of the part, the innermost outside of torch; None if none did."""
         found = self._lines[operation - 1] if 0 < operation <= len(self._lines) else None
-        return found and SourceLine(found[0].co_filename, found[1], found[0].co_qualname)
+        return found and SourceLine(found[0].co_filename, _line_at(*found), found[0].co_qualname)
 
     def begin(self, action: Action) -> None:
         """Record the start of a pipeline action."""
@@ -174,8 +188,10 @@ class Recorder:
 
     def channel(self, key: str, axis: str) -> Channel:
         """Return the description of this rank's communicator, which the trace has from now on."""
-        ranks = tuple(self._topology.group_of(self._rank, axis))
-        return self.channels.setdefault(key, Channel(axis, ranks, tuple(self._nodes.of_all(ranks))))
+        if key not in self.channels:
+            ranks = tuple(self._topology.group_of(self._rank, axis))
+            self.channels[key] = Channel(axis, ranks, tuple(self._nodes.of_all(ranks)))
+        return self.channels[key]
 
     def _compute(self, operation: Any, inputs: Sequence[Tensor]) -> None:
         if self.is_beside:
@@ -200,6 +216,18 @@ class Recorder:
     def _add_kernel(self, operation: Any, home: Home) -> None:
         self._last_kernel = len(self._events)
         self._events.append(Compute(operation, self._where(), home))
+
+    def _line(self) -> tuple[CodeType, int] | None:
+        """Return the code of the innermost frame outside of torch and of what watches, and the place that it is at."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file not in self._watching:
+                self._watching[file] = file.startswith((_TORCH, *_OWN))
+            if not self._watching[file]:
+                return frame.f_code, frame.f_lasti
+            frame = frame.f_back
+        return None
 
     def _where(self) -> Where:
         place = self._phase(), self.unit()
@@ -326,12 +354,6 @@ class RecordingTrace:
         return []
 
 
-def _line() -> tuple[CodeType, int] | None:
-    """Return the code and the line of the innermost frame outside of torch and of what watches."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, *_OWN)):
-            return frame.f_code, frame.f_lineno
-        frame = frame.f_back
-    return None
+def _line_at(code: CodeType, place: int) -> int:
+    """Return the line of a place in a code's instructions."""
+    return next((line for start, stop, line in code.co_lines() if start <= place < stop and line is not None), 0)

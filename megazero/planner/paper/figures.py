@@ -1,9 +1,9 @@
 """The paper's figures 2, 3, 4, 6, 7 and 8, its table 2, and the throughput of its section 10.6, as a plan has them.
 
 Each of the appendix's runs is run dry at two shallow depths, of which the rest is a line, and timed by the planner's
-DGX-2.  A V100 has 31.74 GiB of its 32 for programs, by what PyTorch reports of it.  Attention is computed one operation
-at a time and nothing is compiled, as in 2020.  FLOP/s are those of the model's mathematics; the paper does not say
-whether it counts recomputation.
+DGX-2; figures that are given the same samples run each depth of a shape once.  A V100 has 31.74 GiB of its 32 for
+programs, by what PyTorch reports of it.  Attention is computed one operation at a time and nothing is compiled, as in
+2020.  FLOP/s are those of the model's mathematics; the paper does not say whether it counts recomputation.
 
 The paper's charts have no numbers: beside the points that its text gives a figure for, the paper's column is empty.
 """
@@ -15,8 +15,7 @@ from types import MappingProxyType
 
 from megazero.config.presets import ZERO_CONFIGS
 from megazero.parallel.nodes import Nodes
-from megazero.planner.advice.shallow import Measured, measure, with_layers
-from megazero.planner.dry.hollow import Operators
+from megazero.planner.advice.shallow import Measured, Samples, measure, with_layers
 from megazero.planner.dry.rank import DryJob
 from megazero.planner.machines import MACHINES
 from megazero.planner.paper import points, tables
@@ -59,38 +58,44 @@ def job_of(point: PaperRun, *settings: str) -> DryJob:
     return DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=True)
 
 
-def zero(point: PaperRun, config: str | None = None, operators: Operators | None = None) -> Measured:
-    """Return what ZeRO-100B takes: Pos+g and all of ZeRO-R, or a configuration of table 3.  operators: of `measure`."""
+def zero(point: PaperRun, config: str | None = None, samples: Samples | None = None) -> Measured:
+    """Return what ZeRO-100B takes: Pos+g and all of ZeRO-R, or a configuration of table 3.  samples: of `measure`."""
     chosen = config or (
         "C4" if point.tp > 1 else "C3"
     )  # there is nothing to cut into slices without tensor parallelism
-    return measure(job_of(point, "--zero-config", chosen), DGX2, operators)
+    return measure(job_of(point, "--zero-config", chosen), DGX2, samples)
 
 
-def baseline(point: PaperRun) -> Measured:
+def baseline(point: PaperRun, samples: Samples | None = None) -> Measured:
     """Return what Megatron-LM or data parallelism without ZeRO takes."""
-    return measure(job_of(point, *_BASELINE), DGX2)
+    return measure(job_of(point, *_BASELINE), DGX2, samples)
 
 
 def tflops(found: Measured) -> float:
     return found.mfu * DGX2.peak("fp16") / 1e12
 
 
-def table_2() -> Table:
+def table_2(samples: Samples | None = None) -> Table:
     """Return table 2: its theory, and of what it measured the largest models that fit by plans, of batch 1."""
     theory = tables.table_2()
     measured = (
-        PaperFigure(f"MP {tp}, {name}, measured", largest(point, *settings), most, "B parameters", is_measured=True)
+        PaperFigure(
+            f"MP {tp}, {name}, measured",
+            largest(point, *settings, samples=samples),
+            most,
+            "B parameters",
+            is_measured=True,
+        )
         for tp, (point, without, with_pos) in points.TABLE_2.items()
         for name, settings, most in (("baseline", _BASELINE, without), ("Pos", ("--zero-config", "C1"), with_pos))
     )
     return Table(theory.title, (*theory.rows, *measured))
 
 
-def figure_2() -> Table:
+def figure_2(samples: Samples | None = None) -> Table:
     # By figure 8 the largest needs its checkpoints in host memory.
-    ours = {point.size: zero(point, "C5" if point.size == "170B" else None) for point in points.FIGURE_2}
-    plain = {point.size: baseline(point) for point in points.FIGURE_2_BASELINE}
+    ours = {point.size: zero(point, "C5" if point.size == "170B" else None, samples) for point in points.FIGURE_2}
+    plain = {point.size: baseline(point, samples) for point in points.FIGURE_2_BASELINE}
     noted = {"100B": (_OF_100B, ">")}
     told_of_baseline = {"40B": (_OF_40B_BASELINE, "~")}
     several = [tflops(ours[size]) for size in ("8B", "40B", "60B", "80B", "100B")]
@@ -105,12 +110,12 @@ def figure_2() -> Table:
     return Table("Figure 2: throughput of ZeRO-100B on 400 devices, and of Megatron-LM", rows)
 
 
-def figure_3() -> Table:
-    found = {point.devices: zero(point) for point in points.FIGURE_3}
+def figure_3(samples: Samples | None = None) -> Table:
+    found = {point.devices: zero(point, samples=samples) for point in points.FIGURE_3}
     petaflops = {devices: tflops(one) * devices / 1000 for devices, one in found.items()}
     few, many = min(found), max(found)
     ends = [point for point in points.FIGURE_3 if point.devices in (few, many)]
-    batches = {point.devices: (largest_batch(point, found[point.devices]), point.batch) for point in ends}
+    batches = {point.devices: (largest_batch(point, found[point.devices], samples), point.batch) for point in ends}
     rows = (
         *(_throughput(f"{devices} devices", one) for devices, one in found.items()),
         *(PaperFigure(f"{devices} devices together", all_of, None, "PFLOP/s") for devices, all_of in petaflops.items()),
@@ -120,10 +125,12 @@ def figure_3() -> Table:
     return Table("Figure 3: superlinear scalability of 60B (75 x 8192, MP 16)", rows)
 
 
-def figure_4() -> Table:
-    found = {point.size: zero(point) for point in points.FIGURE_4}
-    plain = {point.size: baseline(point) for point in points.FIGURE_4_BASELINE}
+def figure_4(samples: Samples | None = None) -> Table:
+    shared = Samples() if samples is None else samples
+    found = {point.size: zero(point, samples=shared) for point in points.FIGURE_4}
+    plain = {point.size: baseline(point, shared) for point in points.FIGURE_4_BASELINE}
     wide, alone = points.FIGURE_4[-1], points.FIGURE_4_BASELINE[-1]
+    most, least = largest(wide, "--zero-config", "C3", samples=shared), largest(alone, *_BASELINE, samples=shared)
     rows = (
         *(_throughput(f"ZeRO {size}", one) for size, one in found.items()),
         PaperFigure("ZeRO, mean", mean(map(tflops, found.values())), _MEAN_WITHOUT_MP, _TFLOPS, ">", is_measured=True),
@@ -131,20 +138,18 @@ def figure_4() -> Table:
             _throughput(f"baseline {size}", one, *((_OF_DDP, "<") if size == alone.size else (None, "")))
             for size, one in plain.items()
         ),
-        PaperFigure(
-            "largest with ZeRO", largest(wide, "--zero-config", "C3"), _LARGEST_WITHOUT_MP, "B parameters", "", True
-        ),
-        PaperFigure("largest without", largest(alone, *_BASELINE), _LARGEST_DDP, "B parameters", "", is_measured=True),
+        PaperFigure("largest with ZeRO", most, _LARGEST_WITHOUT_MP, "B parameters", "", is_measured=True),
+        PaperFigure("largest without", least, _LARGEST_DDP, "B parameters", "", is_measured=True),
     )
     return Table("Figure 4: throughput without model parallelism on 128 devices", rows)
 
 
-def figure_6() -> Table:
-    operators = Operators()
+def figure_6(samples: Samples | None = None) -> Table:
+    shared = Samples() if samples is None else samples
     rows = [
         PaperFigure(
             name,
-            largest(points.FIGURE_6, "--zero-config", name, operators=operators),
+            largest(points.FIGURE_6, "--zero-config", name, samples=shared),
             _LARGEST[name],
             "B parameters",
             is_measured=True,
@@ -154,27 +159,27 @@ def figure_6() -> Table:
     return Table("Figure 6: the largest model (width 8192, batch 16, MP 16, 400 devices)", tuple(rows))
 
 
-def figure_7() -> Table:
+def figure_7(samples: Samples | None = None) -> Table:
     runs = [(points.FIGURE_7_40B, name) for name in ZERO_CONFIGS]
     runs += [(points.FIGURE_7_100B, name) for name in ("C4", "C5")]
-    operators = Operators()
-    found = {f"{point.size}, {name}": zero(point, name, operators).cached / GB for point, name in runs}
+    shared = Samples() if samples is None else samples
+    found = {f"{point.size}, {name}": zero(point, name, shared).cached / GB for point, name in runs}
     rows = [PaperFigure(name, gigabytes, None, "GB") for name, gigabytes in found.items()]
     return Table("Figure 7: the most that PyTorch caches in a step", tuple(rows))
 
 
-def figure_8() -> Table:
+def figure_8(samples: Samples | None = None) -> Table:
     runs = [(point, name) for name, point in points.FIGURE_8_60B.items()]
     runs += [(points.FIGURE_8_170B, name) for name in ("C4", "C5")]
-    operators = Operators()
+    shared = Samples() if samples is None else samples
     rows = [
-        _throughput(f"{point.size}, {name}, batch {point.batch}", zero(point, name, operators)) for point, name in runs
+        _throughput(f"{point.size}, {name}, batch {point.batch}", zero(point, name, shared)) for point, name in runs
     ]
     return Table("Figure 8: throughput (60B on 128 devices, 170B on 400, MP 16)", tuple(rows))
 
 
-def section_10_6() -> Table:
-    found = zero(points.TURING_NLG)
+def section_10_6(samples: Samples | None = None) -> Table:
+    found = zero(points.TURING_NLG, samples=samples)
     return Table("Section 10.6: Turing-NLG", (_throughput("17B, 256 devices, MP 4", found, _OF_17B),))
 
 
@@ -184,16 +189,16 @@ def _throughput(name: str, found: Measured, papers: float | None = None, sign: s
     return PaperFigure(name, tflops(found), papers, _TFLOPS, sign, papers is not None, note)
 
 
-def largest(point: PaperRun, *settings: str, operators: Operators | None = None) -> float:
+def largest(point: PaperRun, *settings: str, samples: Samples | None = None) -> float:
     """Return the billions of parameters of the deepest model of this shape that fits: memory is a line over layers."""
-    deep = measure(job_of(point._replace(layers=_DEEP), *settings), DGX2, operators)
+    deep = measure(job_of(point._replace(layers=_DEEP), *settings), DGX2, samples)
     layers = _SHALLOW + _room([with_layers(deep, _SHALLOW).total, deep.total]) * (_DEEP - _SHALLOW)
     return int(layers) * 12 * point.hidden**2 / 1e9
 
 
-def largest_batch(point: PaperRun, found: Measured) -> int:
+def largest_batch(point: PaperRun, found: Measured, samples: Samples | None = None) -> int:
     """Return the largest batch of a run that fits: memory is a line over it.  found: what the run itself takes."""
-    half = zero(point._replace(batch=point.batch // 2))
+    half = zero(point._replace(batch=point.batch // 2), samples=samples)
     return int(point.batch // 2 + _room([half.total, found.total]) * (point.batch - point.batch // 2))
 
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from megazero.config.presets import ZERO_CONFIGS
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.parallel.nodes import Nodes
+from megazero.planner.dry.hollow import Operators
 from megazero.planner.dry.rank import DryJob, RankRecord, run_rank
 from megazero.planner.paper.rows import PaperFigure, Table
 from megazero.planner.trace import Part
@@ -79,9 +80,12 @@ def section_8() -> Table:
     return Table("Section 8: elements that a block of 16 tensor-parallel ranks sends, in b s h x 15/16", _section_8())
 
 
-def states(numel: float, ranks: int, stage: int, tp: int = 1) -> int:
-    """Return the bytes of model states of a device of tp x ranks, for a model of so many parameters."""
-    record = _run(_model_of(numel), ranks, tp, stage, ("start-up",), *_ONE_BUCKET)
+def states(numel: float, ranks: int, stage: int, tp: int = 1, operators: Operators | None = None) -> int:
+    """Return the bytes of model states of a device of tp x ranks, for a model of so many parameters.
+
+    operators: those that other runs have found so far.
+    """
+    record = _run(_model_of(numel), ranks, tp, stage, ("start-up",), *_ONE_BUCKET, operators=operators)
     live = dict(zip(CATEGORIES, record.parts["start-up"].memory.timeline.live[-1].tolist(), strict=True))
     return sum(live[category] for category in _STATES)
 
@@ -98,7 +102,14 @@ def _shape(layers: int) -> list[str]:
 
 
 def _run(
-    model: Sequence[str], ranks: int, tp: int, stage: int | None, parts: Sequence[Part], *more: str, batch: int = 1
+    model: Sequence[str],
+    ranks: int,
+    tp: int,
+    stage: int | None,
+    parts: Sequence[Part],
+    *more: str,
+    batch: int = 1,
+    operators: Operators | None = None,
 ) -> RankRecord:
     """Run rank 0 of tp x ranks dry through these parts; stage None: as `more` has it.  batch: a micro-batch's."""
     sizes = {
@@ -114,62 +125,68 @@ def _run(
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     fixed = ("--precision", "fp16", "--lr", "1e-4")
     wanted = read_run([*model, *words, *fixed, *more], Nodes((ranks * tp,)))
-    return run_rank(DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=True), 0, parts)
+    return run_rank(DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=True), 0, parts, operators)
 
 
 def _table_1(counts: Sequence[int]) -> Iterator[PaperFigure]:
+    operators = Operators()
     for ranks in counts:
         for model, papers in TABLE_1[ranks].items():
             for stage, value in enumerate(papers, start=1):
-                ours = states(_SIZES[model], ranks, stage) / GB
+                ours = states(_SIZES[model], ranks, stage, operators=operators) / GB
                 yield PaperFigure(f"{model}, {STAGES[stage]}, {ranks} devices", ours, value, "GB")
 
 
 def _table_2() -> Iterator[PaperFigure]:
+    operators = Operators()
     for tp, theory in TABLE_2.items():
         for stage, papers in enumerate(theory):
-            bytes_of_one = states(64e9, 64, stage, tp) / 64e9
+            bytes_of_one = states(64e9, 64, stage, tp, operators) / 64e9
             yield PaperFigure(f"MP {tp}, {STAGES[stage]}", 32 / bytes_of_one, papers, "B parameters")
 
 
 def _table_3(layers: int = 125) -> Iterator[PaperFigure]:
     """Yield a device's peak for 100B parameters, batch 32 and MP 16; of two dry depths, of which the rest is a line."""
+    operators = Operators()
     for name in ZERO_CONFIGS:
-        shallow, deep = (_peak_of(depth, name) for depth in (2, 4))
+        shallow, deep = (_peak_of(depth, name, operators) for depth in (2, 4))
         ours = shallow + (layers - 2) * (deep - shallow) / 2
         yield PaperFigure(f"{name} ({_CONFIGURATIONS[name]})", ours / GB, None, "GB")
 
 
-def _peak_of(layers: int, name: str) -> int:
+def _peak_of(layers: int, name: str, operators: Operators) -> int:
     model = ["--num-layers", str(layers), "--hidden-size", "8192", "--num-attention-heads", "64"]
     more = ("--vocab-size", "50257", "--zero-config", name)
-    record = _run(model, 25, 16, None, ("start-up", "first step", "steady step"), *more, batch=32)
+    record = _run(model, 25, 16, None, ("start-up", "first step", "steady step"), *more, batch=32, operators=operators)
     return record.parts["steady step"].memory.peak_bytes
 
 
 def _section_7() -> Iterator[PaperFigure]:
-    papers = {0: 2.0, 1: 2.0, 2: 2.0, 3: 3.0}
+    papers, operators = {0: 2.0, 1: 2.0, 2: 2.0, 3: 3.0}, Operators()
     for stage, value in papers.items():
-        record = _run(_model_of(2e9), 64, 1, stage, ("start-up", "first step", "steady step"))
+        record = _run(_model_of(2e9), 64, 1, stage, ("start-up", "first step", "steady step"), operators=operators)
         sent = sum(count.nbytes for count in record.parts["steady step"].traffic["dp"].values())
         yield PaperFigure(STAGES[stage], sent / 2 / (record.numel * 63 / 64), value, "parameters")
 
 
 def _section_8() -> tuple[PaperFigure, ...]:
     one = _LENGTH * _HIDDEN * 15 / 16
-    plain, pa = (_of_block(*flags) for flags in ((), ("--partition-activations", "true")))
+    operators = Operators()
+    plain, pa = (_of_block(operators, *flags) for flags in ((), ("--partition-activations", "true")))
     return (
         PaperFigure("all layers recomputed", plain / 2 / one, 12.0, "b s h"),
         PaperFigure("and Pa", pa / 2 / one, 13.0, "b s h"),
     )
 
 
-def _of_block(*flags: str) -> int:
+def _of_block(operators: Operators, *flags: str) -> int:
     """Return the bytes that one more block sends over the tensor-parallel axis in a step."""
     sent = []
     for layers in (1, 2):
         parts: tuple[Part, ...] = ("start-up", "first step")
         recomputed = ("--recompute-granularity", "full")
-        record = _run([*_shape(layers), "--vocab-size", "1024"], 1, 16, 0, parts, *recomputed, *flags)
+        record = _run(
+            [*_shape(layers), "--vocab-size", "1024"], 1, 16, 0, parts, *recomputed, *flags, operators=operators
+        )
         sent.append(sum(count.nbytes for count in record.parts["first step"].traffic["tp"].values()))
     return sent[1] - sent[0]

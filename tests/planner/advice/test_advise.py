@@ -38,7 +38,6 @@ def advice() -> Advice:
     return advise(search(), [Nodes((2, 2))], limit=Limit(3, 1e9))
 
 
-@pytest.mark.long
 def test_commands_are_those_of_the_layouts(advice: Advice) -> None:
     text = list(lines(advice))
     assert max(map(len, text)) <= 100

@@ -9,6 +9,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bounds, at_best, highest_up_to
 from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, choices, legal, read
 from megazero.planner.curves import Curve
+from megazero.planner.dry.hollow import Operators
 from megazero.planner.dry.rank import DryJob
 from megazero.planner.job_plan import Plan, make_plan
 from megazero.planner.machines import MACHINES
@@ -39,12 +40,14 @@ def run_of(more: str, world: int) -> AdvisedRun:
     return read(shlex.split(words), world)
 
 
-def planned(run: AdvisedRun, choice: LayoutChoice, nodes: Nodes, hardware: str) -> Plan | None:
+def planned(
+    run: AdvisedRun, choice: LayoutChoice, nodes: Nodes, hardware: str, operators: Operators | None = None
+) -> Plan | None:
     wanted = legal(run, choice, nodes)
     if wanted is None:
         return None
     job = DryJob(wanted.config, wanted.vocab_size, nodes, is_gpu=hardware != "cpu")
-    return make_plan(job, MACHINES[hardware], parts=PARTS)
+    return make_plan(job, MACHINES[hardware], parts=PARTS, operators=operators)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -56,10 +59,10 @@ def test_bounds_are_below(name: str) -> None:
     bounds = Bounds(run, 5000, machine, nodes)
     drawn = random.Random(name)
     few = [one for one in choices(run, nodes) if 3 * one.micro_batch_size * copies(one, nodes) >= 48]
-    tried = 0
+    tried, operators = 0, Operators()
     while tried < 2:
         choice = drawn.choice(few)
-        if (plan := planned(run, choice, nodes, hardware)) is None:
+        if (plan := planned(run, choice, nodes, hardware, operators)) is None:
             continue
         tried += 1
         bound, need = bounds.of(choice), plan.need(*plan.binding).total

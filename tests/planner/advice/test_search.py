@@ -3,9 +3,8 @@
 import itertools
 import random
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
-
-import pytest
 
 from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bound
@@ -37,6 +36,7 @@ class MadeSearch(Search):
         return figures
 
 
+@cache
 def made(choice: LayoutChoice) -> Made | None:
     """Return figures of a layout: recomputation and host memory save bytes and cost time."""
     drawn = random.Random(str((choice.tensor_model_parallel_size, choice.micro_batch_size, choice.zero_stage)))
@@ -48,6 +48,7 @@ def made(choice: LayoutChoice) -> Made | None:
     return None if choice.tensor_model_parallel_size == 5 else Made(seconds, round(total))
 
 
+@cache
 def candidates(seed: int) -> list[Candidate]:
     drawn = random.Random(seed)
     found = []
@@ -91,7 +92,6 @@ def best_of_all(memory: int) -> list[float]:
     return sorted(figures.seconds for one in left if (figures := made(one)) is not None)
 
 
-@pytest.mark.long
 def test_the_fastest_are_those_of_trying_all() -> None:
     for seed in range(20):
         for count in (1, 5, 10):
