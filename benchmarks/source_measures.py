@@ -18,6 +18,7 @@ TOP_LEVEL = "top level"
 REPEATED_LINES = 8
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,10 @@ def _string_lines(syntax: ast.Module) -> tuple[set[int], set[int]]:
     docstrings: set[int] = set()
     strings: set[int] = set()
     for node in ast.walk(syntax):
-        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
+        kind = type(node)
+        if kind in (ast.Constant, ast.JoinedStr) and node.end_lineno != node.lineno:
             strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node, clean=False) is not None:
+        if kind in _DOCUMENTED and ast.get_docstring(node, clean=False) is not None:
             text = node.body[0]
             docstrings.update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
     return docstrings, strings

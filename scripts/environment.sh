@@ -38,13 +38,29 @@ environment_fingerprint() {
     cat setup.py scripts/constraints.txt | cksum
 }
 
+# Puts the pip that every python has inside into .venv, if that has none.  It is the content of a wheel; ensurepip, which
+# compiles all of it, takes ten times as long.
+bring_pip() {
+    .venv/bin/python -m pip --version >/dev/null 2>&1 && return
+    .venv/bin/python - 2>/dev/null <<'PROGRAM' || .venv/bin/python -m ensurepip >/dev/null
+import ensurepip
+import pathlib
+import sysconfig
+import zipfile
+
+places = (sysconfig.get_config_var("WHEEL_PKG_DIR"), pathlib.Path(ensurepip.__file__).with_name("_bundled"))
+[wheel, *_] = [path for place in places if place for path in pathlib.Path(place).glob("pip-*.whl")]
+zipfile.ZipFile(wheel).extractall(sysconfig.get_path("purelib"))
+PROGRAM
+}
+
 # Brings uv into .venv: a whole environment takes it a fraction of pip's time.  The pip is the one of the python that
 # makes .venv, or else the one that every python has inside.
 bring_uv() {
     local wanted pip=("${PYTHON:-python3}" -m pip --python .venv/bin/python)
     wanted="$(grep '^uv==' scripts/constraints.txt)"
     if ! "${PYTHON:-python3}" -m pip --version >/dev/null 2>&1; then
-        .venv/bin/python -m ensurepip >/dev/null || return
+        bring_pip || return
         pip=(.venv/bin/python -m pip)
     fi
     "${pip[@]}" install --quiet --no-compile --no-deps "$wanted" || return
@@ -92,7 +108,7 @@ install_by_uv() (
 )
 
 install_by_pip() {
-    { .venv/bin/python -m pip --version || .venv/bin/python -m ensurepip; } >/dev/null 2>&1
+    bring_pip 2>/dev/null
     .venv/bin/python -m pip install --quiet --no-compile -e '.[test]' -c scripts/constraints.txt
 }
 

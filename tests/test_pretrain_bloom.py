@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from support.source_tree import ROOT
+from support.warm_python import TOOLS, warm_python
 
 # A published way to start one, with sizes and paths filled in, and the rest of what a run needs behind it.
 WORDS = """
@@ -20,7 +20,7 @@ def test_blooms_own_command_line_starts_one(tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}))
     words = [str(config) if word == "CONFIG" else word for word in WORDS.split()]
-    program = [sys.executable, str(ROOT / "pretrain_bloom.py"), *words, "--print-config"]
+    program = [warm_python(TOOLS), str(ROOT / "pretrain_bloom.py"), *words, "--print-config"]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert "position_embedding_type: alibi" in done.stdout and "embed_layernorm: true" in done.stdout
     assert (

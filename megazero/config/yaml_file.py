@@ -53,6 +53,12 @@ class _FastLoader(_UniqueKeys, _READER):  # type: ignore[misc]  # the class is o
 class _Loader(_UniqueKeys, yaml.SafeLoader):
     """A loader of YAML's safe subset, for all texts."""
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        """Refuse deep nesting at once: the scanner looks at all open brackets for each of them, which takes hours."""
+        if self.flow_level > _MOST_NESTING:
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass)
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Refuse aliases of lists and mappings: nine lines of them can stand for a billion values."""
         is_alias = self.check_event(yaml.AliasEvent)

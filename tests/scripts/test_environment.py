@@ -7,8 +7,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,7 +22,6 @@ def environment_made(root: Path, python: str, wheels: Path) -> "subprocess.Compl
     )  # fmt: skip
 
 
-@pytest.mark.long
 def test_uv_installs_with_the_settings_of_pip(tmp_path: Path) -> None:
     """The program uv of this test, which pip brings, writes down what it is called with."""
     pinned = re.search("^uv==(.*)$", (ROOT / "scripts" / "constraints.txt").read_text(), re.MULTILINE)
@@ -47,7 +44,6 @@ def test_uv_installs_with_the_settings_of_pip(tmp_path: Path) -> None:
     assert settings["UV_INDEX"] == "https://a/b https://c"
 
 
-@pytest.mark.long
 def test_pip_installs_where_uv_cannot_be_had(tmp_path: Path) -> None:
     """The python has no pip, as Debian's without python3-pip, and there is neither uv nor torch."""
     subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
