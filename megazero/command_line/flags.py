@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from megazero.command_line.names import QUESTIONS, SOURCES, all_names, spellings
+from megazero.command_line.names import ALL_NAMES, QUESTIONS, SOURCES, spellings
 from megazero.command_line.processes import FLAG, HELP
 from megazero.config.engine_sections import UNLIMITED
 from megazero.config.fields import FieldInfo
@@ -137,19 +137,21 @@ def _default_text(info: FieldInfo) -> str:
     return f"{info.default:.12g}" if info.kind == "float" else str(info.default)
 
 
+_KNOWN = frozenset(f"--{name}" for name in ALL_NAMES) - {FLAG}  # which a start has taken out
+
+
 def split_words(argv: Sequence[str]) -> tuple[list[RawValue], list[str]]:
     """Return (flags in their order with their words unchanged, words that belong to no known flag).
 
     A flag has the words up to the next one, `--flag=word` that word alone; `--a_flag` is `--a-flag`.
     """
-    known = {f"--{name}" for name in all_names()} - {FLAG}  # which a start has taken out
     given: list[tuple[str, list[str]]] = []
     stray: list[str] = []
     words = stray  # those that the next value joins
     for word in argv:
         flag, equals, value = word.partition("=")
         flag = flag.replace("_", "-")
-        if word.startswith("--") and flag in known:
+        if word.startswith("--") and flag in _KNOWN:
             given.append((flag, [value] if equals else []))
             words = stray if equals else given[-1][1]
         elif word.startswith("-") and word != "-" and " " not in word and not _is_number(word):

@@ -88,15 +88,14 @@ def spellings(info: FieldInfo) -> list[str]:
     return flags
 
 
-def own_names() -> list[str]:
-    """Return the names that do something here, settings first, without the two dashes."""
-    settings = [flag.removeprefix("--") for info in FIELDS for flag in spellings(info)]
-    return [*settings, *SHORTHANDS, *FILES, *SOURCES, "processes", *QUESTIONS]
-
-
-def all_names() -> list[str]:
-    """Return every known name: those that do something here, then all others, the refused ones last."""
-    return [*own_names(), *ACCEPTED, *FIXED, *FOLLOWING, *REFUSED]
+# {a flag's name, without the two dashes: its setting}
+SETTINGS: Mapping[str, FieldInfo] = MappingProxyType(
+    {flag.removeprefix("--"): info for info in FIELDS for flag in spellings(info)}
+)
+# The names that do something here, settings first, without the two dashes.
+OWN_NAMES = (*SETTINGS, *SHORTHANDS, *FILES, *SOURCES, "processes", *QUESTIONS)
+# Every known name: those that do something here, then all others, the refused ones last.
+ALL_NAMES = (*OWN_NAMES, *ACCEPTED, *FIXED, *FOLLOWING, *REFUSED)
 
 
 def suggest(name: str) -> str:
@@ -107,7 +106,7 @@ def suggest(name: str) -> str:
 
 def _near(name: str) -> Iterator[str]:
     """Yield the known names near to `name`, without the two dashes; one may come twice."""
-    own, known = own_names(), all_names()
+    own, known = OWN_NAMES, ALL_NAMES
     if name in known:
         yield name
         return

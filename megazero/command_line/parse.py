@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.command_line.flags import split_words
-from megazero.command_line.names import QUESTIONS, SOURCES, spellings, suggest
+from megazero.command_line.names import QUESTIONS, SETTINGS, SOURCES, suggest
 from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
@@ -298,13 +298,12 @@ def _model_parallel_size(settings: Mapping[str, ParsedValue]) -> int:
 
 def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
     """Add one source: its settings replace those of weaker sources; foreign names become notices or problems."""
-    settings = {flag.removeprefix("--"): info for info in FIELDS for flag in spellings(info)}
     here: dict[str, RawValue] = {}
     shorthands = []
     for item in map(_with_own_value, _with_own_tokenizer(gathered, _with_listed_corpora(gathered, raw))):
         name = item.flag_name
-        if name in settings:
-            _take_setting(gathered, here, settings[name], item)
+        if name in SETTINGS:
+            _take_setting(gathered, here, SETTINGS[name], item)
         elif name in SHORTHANDS:
             shorthands.append(item)
         else:

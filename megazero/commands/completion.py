@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import megazero.commands
 from megazero.command_line.flags import GROUPS
-from megazero.command_line.names import own_names, spellings
+from megazero.command_line.names import OWN_NAMES, spellings
 from megazero.command_line.tools import Flags, HelpFormatter
 from megazero.config.fields import FieldInfo
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
@@ -51,7 +51,7 @@ def bash_script() -> str:
     commands = sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(megazero.commands.__path__))
     rows = (f'            {flag}) words="{" ".join(values)}" ;;' for flag, values in _values().items())
     script = _BASH.replace("COMMANDS", " ".join(commands)).replace("VALUES", "\n".join(rows))
-    return script.replace("FLAGS", " ".join(f"--{name}" for name in own_names()))
+    return script.replace("FLAGS", " ".join(f"--{name}" for name in OWN_NAMES))
 
 
 def _values() -> Mapping[str, tuple[str, ...]]:

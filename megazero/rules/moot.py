@@ -1069,12 +1069,14 @@ def on_one_process(sections: SharedSections, *, sums: bool) -> tuple[str, ...]:
 
 def _moot(sections: S, given: Iterable[ParsedValue], rows: Iterable[Row[S]]) -> Iterator[_Moot]:
     """Yield the settings that differ from their defaults and have no effect, each with the table's first reason."""
-    by_setting: dict[str, list[Row[S]]] = {}
-    for row in rows:
+    items = [*given]
+    by_setting: dict[str, list[Row[S]]] = {item.name: [] for item in items}
+    for row in rows if items else ():
         for setting in row.settings:
-            by_setting.setdefault(setting, []).append(row)
-    for item in given:
-        for row in by_setting.get(item.name, ()):
+            if setting in by_setting:
+                by_setting[setting].append(row)
+    for item in items:
+        for row in by_setting[item.name]:
             try:
                 because = row.because(sections) if _asks_for_something(sections, item.name) else ""
             except Unknown:

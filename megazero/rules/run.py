@@ -35,7 +35,13 @@ Rule = Callable[[RunConfig, int], Iterable[Problem]]
 
 def check(config: RunConfig, world_size: int) -> tuple[Problem, ...]:
     """Return every problem between the settings.  A rule that needs an invalid setting is skipped."""
-    return tuple(problem for rule in RULES for problem in _try(rule, config, world_size))
+    found: list[Problem] = []
+    for rule in RULES:  # which most settings pass, of each of thousands of layouts that are tried
+        try:
+            found += [*rule(config, world_size)]
+        except Unknown:
+            continue
+    return tuple(found)
 
 
 def corpus_is_named(config: RunConfig, world_size: int) -> bool:
@@ -45,8 +51,11 @@ def corpus_is_named(config: RunConfig, world_size: int) -> bool:
 
 def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
     """Return one-line notices about legal settings that have a cost; none while there are problems."""
-    if check(config, world_size):
-        return ()
+    return () if check(config, world_size) else costs(config, world_size)
+
+
+def costs(config: RunConfig, world_size: int) -> tuple[str, ...]:
+    """Return the advice on settings that break no rule."""
     return (
         *_optimizer_advice(config),
         *_narrow_sum_advice(config, world_size),

@@ -3,7 +3,7 @@
 from support.each import each
 
 from megazero.command_line.flags import build_parser, split_words
-from megazero.command_line.names import all_names, spellings
+from megazero.command_line.names import ALL_NAMES, spellings
 from megazero.config.run import FIELDS
 
 
@@ -52,7 +52,7 @@ def test_what_follows_an_unknown_flag_is_no_flags() -> None:
 
 
 def test_no_name_stands_twice() -> None:
-    assert len(all_names()) == len(set(all_names()))
+    assert len(ALL_NAMES) == len(set(ALL_NAMES))
 
 
 def test_names_are_not_abbreviated() -> None:

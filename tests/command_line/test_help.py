@@ -5,7 +5,7 @@ from support.each import each
 
 from megazero.command_line.flags import FOR_DEEPSPEED, GROUPS
 from megazero.command_line.help import help_of
-from megazero.command_line.names import all_names
+from megazero.command_line.names import ALL_NAMES
 from megazero.config.run import FIELDS
 from megazero.dialects.deepspeed import keys
 from megazero.dialects.megatron import ACCEPTED, FIXED, REFUSED, SHORTHANDS
@@ -34,7 +34,7 @@ def test_a_section_has_its_own_flags_only(group: str) -> None:
 
 def test_every_known_flag_has_an_answer() -> None:
     """The flag's own table decides what its answer says, in one paragraph that names the flag."""
-    for name in all_names():
+    for name in ALL_NAMES:
         answer = flat(f"--{name}")
         assert answer.startswith(f"--{name}"), name
         assert name not in ACCEPTED or "accepted, without effect" in answer, name

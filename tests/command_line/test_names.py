@@ -2,7 +2,7 @@
 
 from support.each import each
 
-from megazero.command_line.names import all_names, suggest
+from megazero.command_line.names import ALL_NAMES, suggest
 
 
 @each(
@@ -35,4 +35,4 @@ def test_names_that_only_look_alike_are_not_suggested(name: str) -> None:
 
 
 def test_every_name_is_there_once() -> None:
-    assert len(all_names()) == len({*all_names()}) > 300
+    assert len(ALL_NAMES) == len({*ALL_NAMES}) > 300

@@ -8,7 +8,7 @@ import pytest
 from support.configs import SMALL
 from support.each import each
 
-from megazero.command_line.names import all_names, spellings
+from megazero.command_line.names import ALL_NAMES, spellings
 from megazero.command_line.parse import parse
 from megazero.config.run import FIELDS
 from megazero.dialects.corpus_files import FILES
@@ -308,7 +308,7 @@ def test_few_published_flags_of_a_gpt2_are_refused() -> None:
     counted = [row for row in published_flags() if row.fate != "model"]
     uses = sum(row.scripts for row in counted)
     assert sum(row.scripts for row in counted if row.fate != "refused") >= 0.95 * uses
-    assert uses > 2500 and {row.flag.removeprefix("--").replace("_", "-") for row in counted} <= {*all_names()}
+    assert uses > 2500 and {row.flag.removeprefix("--").replace("_", "-") for row in counted} <= {*ALL_NAMES}
 
 
 @each(

@@ -150,7 +150,6 @@ def test_every_fault_is_tried() -> None:
 # --- the cover -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_every_pair_of_choices_is_in_the_cover() -> None:
     wanted, chosen = frozenset().union(*map(pairs, all_layouts())), cover()
     counts = Counter(pair for layout in chosen for pair in pairs(layout))

@@ -161,7 +161,7 @@ def is_legal(layout: Layout, family: str = "gpt2") -> bool:
     """
     config, size = run_config(layout, family), layout.world_size
     given = [ParsedValue(name, value, name) for name, value in layout.settings.items()]
-    if rules.check(config, size) or rules.advice(config, size) or moot.of_a_run(config, given).problems:
+    if rules.check(config, size) or rules.costs(config, size) or moot.of_a_run(config, given).problems:
         return False
     return derived.num_micro_batches(config, size) == layout.accumulation
 

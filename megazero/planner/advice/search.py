@@ -17,7 +17,7 @@ from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bound, Bounds
 from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, choices, legal
 from megazero.planner.advice.expected import Expectation
-from megazero.planner.advice.shallow import Measured, Samples, measure
+from megazero.planner.advice.shallow import Measured, ShallowRuns, measure
 from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware
 
@@ -68,7 +68,7 @@ class Search:
     hardware: Hardware
     report: Callable[[str], None] = lambda line: None
     tried: dict[tuple[LayoutChoice, Nodes], Measured | None] = field(default_factory=dict)
-    samples: Samples = field(default_factory=Samples, repr=False)
+    samples: ShallowRuns = field(default_factory=ShallowRuns, repr=False)
 
     @property
     def runs(self) -> int:
@@ -126,18 +126,19 @@ def fastest(
 class _Entry(NamedTuple):
     """A candidate in a search.
 
-    key: what it has in common with those that differ from it in what they save alone.
+    key: what it has in common with those that differ from it in what they save alone.  traits: its layout's.
     """
 
     one: Candidate
     key: tuple[LayoutChoice, int]
     saving: "_Saving"
+    traits: tuple[float, ...]
 
 
 def _entry(one: Candidate) -> _Entry:
     choice = one.choice
     plain = choice._replace(offload_optimizer="none", offload_param="none", recompute_granularity="none")
-    return _Entry(one, (plain, one.nodes.count), _saving(choice))
+    return _Entry(one, (plain, one.nodes.count), _saving(choice), choice.traits)
 
 
 def _take(
@@ -166,9 +167,7 @@ def _take(
         measured = search.measured(one.choice, one.nodes)
         if measured is None:
             continue
-        expectation.add(
-            one.choice.traits, measured.seconds / one.bound.seconds, measured.total / max(one.bound.total, 1)
-        )
+        expectation.add(entry.traits, measured.seconds / one.bound.seconds, measured.total / max(one.bound.total, 1))
         if not measured.fits(search.hardware):
             too_large[entry.key].append(entry.saving)
             continue
@@ -182,7 +181,7 @@ def _take(
 
 def _next(left: Sequence[_Entry], expectation: Expectation, has: int) -> int:
     """Return the index of the layout to try: of those expected to fit the fastest, and of equals what saves less."""
-    factors = expectation.factors([each.one.choice.traits for each in left])
+    factors = expectation.factors([each.traits for each in left])
     bounds = (each.one.bound for each in left)
     expected = [
         (bound.total * memory > has, bound.seconds * seconds)

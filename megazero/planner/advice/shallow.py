@@ -36,7 +36,7 @@ _BEYOND = "rounding and fragments"
 
 
 @dataclass
-class Samples:
+class ShallowRuns:
     """Dry runs of shallow jobs, which jobs share that differ in their layers and micro-batches alone.
 
     operators: those that they have called.
@@ -150,9 +150,9 @@ def micro_batches(config: RunConfig, count: int) -> int:
     return min(turn, count)
 
 
-def measure(job: DryJob, hardware: Hardware, samples: Samples | None = None) -> Measured:
+def measure(job: DryJob, hardware: Hardware, samples: ShallowRuns | None = None) -> Measured:
     """Return what a job takes on a machine; samples: those of other jobs so far."""
-    shared = Samples() if samples is None else samples
+    shared = ShallowRuns() if samples is None else samples
     found = depths(job)
     few = micro_batches(job.config, job.num_micro_batches)
     splits = [found.split] + [tuple(layers + 1 for layers in found.split)] * (found.more > 0)

@@ -75,6 +75,7 @@ def search() -> MadeSearch:
     return MadeSearch(run, 100, MACHINES["dgx-h100"])
 
 
+@cache
 def best_of_all(memory: int) -> list[float]:
     """Return the times of the layouts that fit but for those beside which one fits that saves no more."""
     fitting = [one.choice for one in candidates(0) if (real := made(one.choice)) is not None and real.total <= memory]
