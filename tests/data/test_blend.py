@@ -1,5 +1,7 @@
 """Tests the mixture of corpora against a running count of the samples chosen so far."""
 
+import math
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +32,31 @@ def most_off(corpora: int) -> Fraction:
     return parts / 2
 
 
+class Shares:
+    """Tells whether corpora are near their shares, by whole numbers: those of fractions are a hundred times slower."""
+
+    def __init__(self, weights: Sequence[Fraction]) -> None:
+        scale = math.lcm(*(Fraction(weight).denominator for weight in weights))
+        self._weights = [int(weight * scale) for weight in weights]
+        self._total = sum(self._weights)
+        self._most = math.floor(most_off(len(weights)) * self._total)
+
+    def are_held(self, counts: Sequence[int], samples: int) -> bool:
+        """Return True if no count is off its share of so many samples by more than `most_off`."""
+        return all(
+            -self._most <= count * self._total - samples * weight <= self._most
+            for count, weight in zip(counts, self._weights, strict=True)
+        )
+
+
+def test_shares_are_exact() -> None:
+    """Of 2 : 1, a corpus may have one sample more or less than its share, and no third of one beyond that."""
+    shares = Shares([Fraction(2, 3), Fraction(1, 3)])
+    assert most_off(2) == Fraction(1, 2)
+    assert shares.are_held([1, 0], 1) and shares.are_held([1, 1], 2) and shares.are_held([2, 1], 3)
+    assert not shares.are_held([0, 1], 1) and not shares.are_held([2, 0], 2) and not shares.are_held([3, 0], 3)
+
+
 weights_strategy = st.lists(
     st.fractions(min_value=Fraction(1, 1000), max_value=1000, max_denominator=1000), min_size=1, max_size=9
 )
@@ -38,14 +65,12 @@ weights_strategy = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(weights=weights_strategy)
 def test_every_corpus_counts_its_samples_without_gap_and_keeps_its_share(weights: list[Fraction]) -> None:
-    blend, counts, total = Blend(weights), [0] * len(weights), sum(weights)
-    bound = most_off(len(weights))
+    blend, counts, shares = Blend(weights), [0] * len(weights), Shares(weights)
     for k in range(300):
         corpus, number = blend.choose(k)
         assert number == counts[corpus]
         counts[corpus] += 1
-        for count, weight in zip(counts, weights, strict=True):
-            assert abs(count - (k + 1) * weight / total) <= bound
+        assert shares.are_held(counts, k + 1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -84,14 +109,13 @@ MIXTURES = [
 @pytest.mark.parametrize("weights", MIXTURES, ids=lambda weights: ",".join(map(str, weights)))
 def test_proportions_hold_after_every_single_sample(weights: list[Fraction]) -> None:
     """At every point of 4000 samples, no corpus is off its share by more than the bound, however many there are."""
-    blend, counts, total = Blend(weights), [0] * len(weights), sum(weights)
-    shares, bound = [Fraction(weight) / total for weight in weights], most_off(len(weights))
-    assert [most_off(2), most_off(3)] == [Fraction(1, 2), 1] and bound < Fraction(17, 10)
+    blend, counts, shares = Blend(weights), [0] * len(weights), Shares(weights)
+    assert [most_off(2), most_off(3)] == [Fraction(1, 2), 1] and most_off(len(weights)) < Fraction(17, 10)
     for k in range(4000):
         corpus, number = blend.choose(k)
         assert number == counts[corpus], "every corpus gives its samples in their order"
         counts[corpus] += 1
-        assert all(abs(count - (k + 1) * share) <= bound for count, share in zip(counts, shares, strict=True)), k
+        assert shares.are_held(counts, k + 1), k
 
 
 @pytest.fixture

@@ -11,6 +11,12 @@ from megazero.pipeline.schedule import Action, Kind, Shape
 _ADDS_GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
+# The kind of computation of the same chunk that must be done before.
+_NEEDS = {
+    Kind.BACKWARD: Kind.FORWARD,
+    Kind.INPUT_GRADIENT: Kind.FORWARD,
+    Kind.WEIGHT_GRADIENT: Kind.INPUT_GRADIENT,
+}
 # For each send, the kinds of computation that give its message; one of them must be done before.
 _SOURCES = {Kind.SEND_ACTIVATION: (Kind.FORWARD,), Kind.SEND_GRADIENT: _BACKWARDS}
 
@@ -66,9 +72,9 @@ class _Simulation:
 
     def take(self, action: Action, stage: int) -> bool:
         """Do one action and return True, or return False while the input of a computation is not there."""
-        here = f"stage {stage} at {action}"
         message = (action.micro_batch, self.shape.global_chunk(stage, action.chunk))
-        _require(message not in self.done[action.kind], f"{here}: a second time")
+        if message in self.done[action.kind]:
+            raise ValueError(f"stage {stage} at {action}: a second time")
         if action.kind.is_computation:
             if not self.has_input(action, stage, message):
                 return False
@@ -85,14 +91,9 @@ class _Simulation:
 
     def has_input(self, action: Action, stage: int, message: _Message) -> bool:
         """Return True if a computation can start; raise ValueError if it never could."""
-        here = f"stage {stage} at {action}"
-        needs = {
-            Kind.BACKWARD: Kind.FORWARD,
-            Kind.INPUT_GRADIENT: Kind.FORWARD,
-            Kind.WEIGHT_GRADIENT: Kind.INPUT_GRADIENT,
-        }
-        if action.kind in needs:
-            _require(message in self.done[needs[action.kind]], f"{here}: {needs[action.kind].value} is not done")
+        needed = _NEEDS.get(action.kind)
+        if needed is not None and message not in self.done[needed]:
+            raise ValueError(f"stage {stage} at {action}: {needed.value} is not done")
         last = self.shape.num_stages * self.shape.num_chunks - 1
         if action.kind is Kind.FORWARD and message[1] > 0:
             receive = action._replace(kind=Kind.RECEIVE_ACTIVATION)
@@ -102,30 +103,31 @@ class _Simulation:
             return True
         ticket = self.tickets.get((receive.kind, message))
         if ticket is None:
-            raise ValueError(f"{here}: {receive} is not posted")
+            raise ValueError(f"stage {stage} at {action}: {receive} is not posted")
         channel, number = ticket
         if number >= len(self.sent[channel]):
             return False
         got = self.sent[channel][number]
-        _require(got == message, f"{here}: gets what was sent for micro-batch {got[0]}, global chunk {got[1]}")
+        if got != message:
+            told = f"gets what was sent for micro-batch {got[0]}, global chunk {got[1]}"
+            raise ValueError(f"stage {stage} at {action}: {told}")
         return True
 
     def send(self, action: Action, stage: int, message: _Message) -> None:
         """Put a computation's output into the channel, under the name of the chunk that receives it."""
-        ready = any(message in self.done[kind] for kind in _SOURCES[action.kind])
-        _require(ready, f"stage {stage} at {action}: sends what is not computed")
+        if not any(message in self.done[kind] for kind in _SOURCES[action.kind]):
+            raise ValueError(f"stage {stage} at {action}: sends what is not computed")
         step = 1 if action.kind is Kind.SEND_ACTIVATION else -1
         self.sent[self.channel(action.kind, stage)].append((message[0], message[1] + step))
 
     def channel(self, kind: Kind, stage: int) -> _Channel:
         """Return the channel of a stage's receives or sends of one kind."""
         following, previous = (stage + 1) % self.shape.num_stages, (stage - 1) % self.shape.num_stages
-        return {
-            Kind.RECEIVE_ACTIVATION: (previous, stage, True),
-            Kind.SEND_ACTIVATION: (stage, following, True),
-            Kind.RECEIVE_GRADIENT: (following, stage, False),
-            Kind.SEND_GRADIENT: (stage, previous, False),
-        }[kind]
+        if kind is Kind.RECEIVE_ACTIVATION:
+            return previous, stage, True
+        if kind is Kind.SEND_ACTIVATION:
+            return stage, following, True
+        return (following, stage, False) if kind is Kind.RECEIVE_GRADIENT else (stage, previous, False)
 
     def require_whole_step(self, *, trains: bool) -> None:
         """Raise ValueError if an action of a whole step is left out, or there is one too many."""
@@ -153,11 +155,13 @@ def _require_windows(actions: Sequence[Action], stage: int) -> None:
         return
     gathered: set[int] = set()
     for position, action in enumerate(actions):
-        here = f"stage {stage}, action {position}, {action}"
-        if action.kind.is_computation or action.kind is Kind.RELEASE:
-            _require(action.chunk in gathered, f"{here}: chunk {action.chunk} is not gathered")
+        is_in = action.chunk in gathered
+        if (not is_in and (action.kind.is_computation or action.kind is Kind.RELEASE)) or (
+            is_in and action.kind is Kind.GATHER
+        ):
+            told = f"chunk {action.chunk} is {'gathered already' if is_in else 'not gathered'}"
+            raise ValueError(f"stage {stage}, action {position}, {action}: {told}")
         if action.kind is Kind.GATHER:
-            _require(action.chunk not in gathered, f"{here}: chunk {action.chunk} is gathered already")
             gathered.add(action.chunk)
         if action.kind is Kind.RELEASE:
             gathered.discard(action.chunk)

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from multiprocessing import Pipe, Process
+from multiprocessing import Pipe, Process, spawn
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.warm_python import TOOLS, warm_python
 from support.worker_tasks import fail_to_start, start_failing, start_reverse, start_square, time_ids
 
 from megazero.errors import DataError
@@ -44,20 +45,26 @@ def start_arrays() -> Callable[[int], Arrays]:
     return arrays
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers come from a process that has their imports; in some tests they start by themselves."""
+    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(warm_python(TOOLS)))
+
+
 @pytest.mark.parametrize(("count", "tasks"), [(1, 0), (1, 50), (2, 1), (3, 50)])
 def test_results_come_in_the_order_of_the_tasks(count: int, tasks: int) -> None:
     with worker_pool(start_square, count) as run:
         assert list(run(range(tasks))) == [number * number for number in range(tasks)]
 
 
-def test_tasks_and_results_larger_than_a_pipe_holds() -> None:
+def test_tasks_and_results_larger_than_a_pipe_holds(warm: None) -> None:
     """Full pipes in both directions at once cause no deadlock."""
     tasks = [bytes([number]) * 3 + b"x" * 2_000_000 for number in range(24)]
     with worker_pool(start_reverse, 2) as run:
         assert [result[-3:] for result in run(tasks)] == [task[:3] for task in tasks]
 
 
-def test_arrays_come_through_shared_memory_and_larger_ones_through_the_pipe() -> None:
+def test_arrays_come_through_shared_memory_and_larger_ones_through_the_pipe(warm: None) -> None:
     """Each array is intact at its turn, however far ahead the workers are, and lies in shared memory, not in a copy."""
     with worker_pool(start_arrays, 2) as run:
         for number, result in enumerate(run(range(10 * AHEAD))):
@@ -77,7 +84,7 @@ def memory(array: object) -> object:
     return array
 
 
-def test_memory_is_gone_with_its_pool() -> None:
+def test_memory_is_gone_with_its_pool(warm: None) -> None:
     def shared() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:megazero")
 
@@ -102,7 +109,7 @@ def test_few_tasks_are_taken_ahead() -> None:
 
 
 @pytest.mark.parametrize("kind", ["user", "bug", "unpicklable", "killed"])
-def test_a_failure_is_raised_at_its_turn(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_raised_at_its_turn(kind: str, warm: None, capfd: pytest.CaptureFixture[str]) -> None:
     """Results before the failed task are returned; later tasks, which fail too in both workers, are not reported."""
     seen: list[int] = []
     error = RuntimeError if kind in ("bug", "unpicklable") else DataError
