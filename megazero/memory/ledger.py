@@ -177,12 +177,16 @@ class Ledger:
 
     def operation_done(self, result: Any) -> None:
         """Count what an operation has made or resized; the ledger's own mode calls this, where it is entered."""
-        name = self._unit_now()
-        if not self._units or name is not self._units[-1].name:
-            self._units.append(UnitMark(self._num_operations, name))
+        name, units = self._unit_now(), self._units
+        if not units or name is not units[-1].name:
+            units.append(UnitMark(self._num_operations, name))
         self._num_operations += 1
-        self._look_through(result)
-        self._check_limit()
+        if isinstance(result, Tensor):  # as nearly always
+            self._meet(result)
+        else:
+            self._look_through(result)
+        if self._limit is not None:
+            self._check_limit()
 
     def resized(self, tensor: Tensor) -> None:
         self._meet(tensor)

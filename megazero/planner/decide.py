@@ -28,11 +28,10 @@ from megazero.config.named import undecided, value_in, with_values
 from megazero.config.run import RunConfig
 from megazero.operating_system import memory_bytes
 from megazero.parallel.launch import Launch
-from megazero.planner.dry.hollow import Operators
 from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware
 from megazero.planner.hops import with_hops
-from megazero.planner.job_plan import Plan, make_plan
+from megazero.planner.job_plan import DryRuns, Plan
 from megazero.planner.machines import MACHINES
 from megazero.planner.predict import forecast_of
 from megazero.train.decisions import Decision, word_of
@@ -58,16 +57,16 @@ def decide_by_plan(config: RunConfig, vocab_size: int, device: torch.device, lau
     return Decision({name: value_in(chosen.plan.job.config, name) for name in undecided(config)}, chosen.reasons)
 
 
-def choose(job: DryJob, hardware: Hardware, operators: Operators | None = None) -> Chosen:
+def choose(job: DryJob, hardware: Hardware, runs: DryRuns | None = None) -> Chosen:
     """Run a job dry with the values for what is "auto" that fit the hardware and are the fastest.
 
-    operators: those that plans like these have found so far.
+    runs: the dry runs so far.
     """
-    found = Operators() if operators is None else operators
+    shared = DryRuns() if runs is None else runs
     names = undecided(job.config)
     if not names:
-        return Chosen(make_plan(job, hardware, operators=found), ())
-    tried = _tried(job, hardware, found)
+        return Chosen(shared.plan(job, hardware), ())
+    tried = _tried(job, hardware, shared)
     reasons = [_line(plan, names) for plan in tried]
     if fitting := [plan for plan in tried if plan.fits]:
         best = min(fitting, key=_seconds)
@@ -78,7 +77,7 @@ def choose(job: DryJob, hardware: Hardware, operators: Operators | None = None) 
     return Chosen(best, (*reasons, f"auto: {values}, predicted {_seconds(best):.3g} s a step on {hardware.name}"))
 
 
-def _tried(job: DryJob, hardware: Hardware, operators: Operators) -> list[Plan]:
+def _tried(job: DryJob, hardware: Hardware, runs: DryRuns) -> list[Plan]:
     """Return plans of the choices that were run dry."""
     rungs = list(ladder(job.config, is_gpu=job.is_gpu))
     places = homes(job.config, is_gpu=job.is_gpu)
@@ -86,7 +85,7 @@ def _tried(job: DryJob, hardware: Hardware, operators: Operators) -> list[Plan]:
 
     def run_dry(rung: int, place: int) -> Room:
         configs = (with_values(config, places[place]) for config in rungs[rung])
-        plans = [make_plan(replace(job, config=config), hardware, operators=operators) for config in configs]
+        plans = [runs.plan(replace(job, config=config), hardware) for config in configs]
         tried.extend(plans)
         if any(plan.fits for plan in plans):
             return Room.ENOUGH

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megazero.comm.mesh import CONTROL
@@ -132,6 +132,24 @@ def make_plan(
     chosen = tuple(parts_of(job) if parts is None else parts)
     ranks = tuple(run_rank(job, rank, chosen, found) for rank in differing_ranks(job))
     return Plan(job, hardware, ranks, time.perf_counter() - began)
+
+
+@dataclass
+class DryRuns:
+    """Plans of jobs, each of which is run dry once.
+
+    operators: those that they have called.  plans: by job and parts.
+    """
+
+    operators: Operators = field(default_factory=Operators)
+    plans: dict[tuple[DryJob, tuple[Part, ...]], Plan] = field(default_factory=dict)
+
+    def plan(self, job: DryJob, hardware: Hardware, *, parts: Sequence[Part] | None = None) -> Plan:
+        """Return the plan of a job, as `make_plan` does; on another machine it is the same dry run."""
+        key = job, tuple(parts_of(job) if parts is None else parts)
+        if key not in self.plans:
+            self.plans[key] = make_plan(job, hardware, parts=key[1], operators=self.operators)
+        return replace(self.plans[key], hardware=hardware)
 
 
 def parts_of(job: DryJob) -> Iterator[Part]:

@@ -36,7 +36,6 @@ def test_long_outputs_are_cut_in_the_middle() -> None:
     assert shown(stopped)[4:11] == ["4", "... (6 lines)", "11", "^C", "13", "... (11 lines)", "25"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("without_linux", [False, True])
 def test_the_command_is_this_trees_in_an_environment_of_its_own(without_linux: bool, tmp_path: Path) -> None:
     environment = environment_of(tmp_path, without_linux=without_linux, installed=False)

@@ -12,9 +12,8 @@ from support.each import each
 from megazero.config.named import with_values
 from megazero.parallel.nodes import Nodes
 from megazero.planner.decide import Room, choose, homes, ladder, this_machine, walk
-from megazero.planner.dry.hollow import Operators
 from megazero.planner.dry.rank import DryJob
-from megazero.planner.job_plan import Plan, make_plan
+from megazero.planner.job_plan import DryRuns, Plan
 from megazero.planner.machines import MACHINES
 from megazero.planner.predict import forecast_of
 
@@ -85,13 +84,13 @@ def test_the_ladder_has_every_open_choice(settings: dict[str, Any], is_gpu: bool
 
 
 @pytest.fixture(scope="module")
-def operators() -> Operators:
-    """Return the operators that plans have called, which have most of them in common."""
-    return Operators()
+def runs() -> DryRuns:
+    """Return the dry runs of all tests, which try the same choices."""
+    return DryRuns()
 
 
 @pytest.fixture(scope="module")
-def every(operators: Operators) -> list[Plan]:
+def every(runs: DryRuns) -> list[Plan]:
     """Return plans of all values of the three settings."""
     choices: list[dict[str, Any]] = [{"recompute_granularity": name} for name in ("none", "selective")]
     choices += [
@@ -99,20 +98,20 @@ def every(operators: Operators) -> list[Plan]:
         for cut in (False, True)
         for away in (False, True)
     ]
-    return [make_plan(_job(choice), MACHINES["dgx-a100"], operators=operators) for choice in choices]
+    return [runs.plan(_job(choice), MACHINES["dgx-a100"]) for choice in choices]
 
 
 def _job(settings: dict[str, Any]) -> DryJob:
     return DryJob(make_run(**{**SIZES, **TWO, **settings}), 512, Nodes((2,)), is_gpu=True)
 
 
-def test_the_fastest_choice_that_fits_is_taken(every: list[Plan], operators: Operators) -> None:
+def test_the_fastest_choice_that_fits_is_taken(every: list[Plan], runs: DryRuns) -> None:
     """With little, some and enough memory, beside all values of the three settings."""
     needs = sorted({plan.need(*plan.binding).total for plan in every})
     assert len(needs) > 3
     for limit in (needs[0], needs[2], needs[-1]):
         machine = replace(MACHINES["dgx-a100"], memory_bytes=limit)
-        chosen = choose(_job(AUTO), machine, operators)
+        chosen = choose(_job(AUTO), machine, runs)
         fitting = [plan for plan in every if plan.need(*plan.binding).total <= limit]
         fastest = min(fitting, key=_seconds)
         assert _values(chosen.plan.job.config) == _values(fastest.job.config)
@@ -121,9 +120,9 @@ def test_the_fastest_choice_that_fits_is_taken(every: list[Plan], operators: Ope
         assert f"recompute_granularity {fastest.job.config.activations.recompute_granularity}" in chosen.reasons[-1]
 
 
-def test_where_nothing_fits_what_needs_least_is_taken(every: list[Plan], operators: Operators) -> None:
+def test_where_nothing_fits_what_needs_least_is_taken(every: list[Plan], runs: DryRuns) -> None:
     machine = replace(MACHINES["dgx-a100"], memory_bytes=1)
-    chosen = choose(_job(AUTO), machine, operators)
+    chosen = choose(_job(AUTO), machine, runs)
     least = min(plan.need(*plan.binding).total for plan in every)
     assert chosen.plan.need(*chosen.plan.binding).total == least
     assert "nothing fits dgx-a100" in chosen.reasons[-2]
@@ -177,18 +176,18 @@ def _sharded(settings: dict[str, Any]) -> DryJob:
     return DryJob(make_run(**{**sizes, **settings}), 512, Nodes((2,)), is_gpu=True)
 
 
-def test_the_fastest_homes_that_fit_are_taken(operators: Operators) -> None:
+def test_the_fastest_homes_that_fit_are_taken(runs: DryRuns) -> None:
     """Where parameters need not leave the device; and where the host has no room, nothing does."""
     places = [dict(zip(HOMES, place, strict=True)) for place in (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))]
-    plans = [make_plan(_sharded(place), MACHINES["dgx-a100"], operators=operators) for place in places]
+    plans = [runs.plan(_sharded(place), MACHINES["dgx-a100"]) for place in places]
     needs = [plan.need(*plan.binding).total for plan in plans]
     assert needs == sorted(set(needs), reverse=True)
     machine = replace(MACHINES["dgx-a100"], memory_bytes=needs[1])
-    chosen = choose(_sharded(HOMES), machine, operators)
+    chosen = choose(_sharded(HOMES), machine, runs)
     assert _homes(chosen.plan.job.config) == ("cpu", "none") and chosen.plan.fits
     assert _seconds(chosen.plan) == _seconds(plans[1]) < _seconds(plans[2])
     assert "offload_optimizer cpu, offload_param none, predicted" in chosen.reasons[-1]
-    chosen = choose(_sharded(HOMES), replace(machine, host_memory_bytes=1), operators)
+    chosen = choose(_sharded(HOMES), replace(machine, host_memory_bytes=1), runs)
     assert "nothing fits" in chosen.reasons[-2] and not chosen.plan.fits
 
 

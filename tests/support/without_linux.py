@@ -5,8 +5,12 @@ Processes that it starts, and workers that import it, are without these too.
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 MISSING_MODULES = ("fcntl", "resource")
@@ -23,9 +27,37 @@ for missing in MISSING_CALLS:
     if hasattr(os, missing):
         delattr(os, missing)
 
+
+def take_away(module: ModuleType) -> None:
+    """Let a module find nothing in its path of Linux's."""
+    path = MISSING_PATHS[module.__name__.removeprefix("megazero.")]
+    assert isinstance(getattr(module, path), Path)
+    setattr(module, path, Path("/none"))
+
+
+class TakingAway(MetaPathFinder):
+    """Takes the paths away from modules that the program imports, and imports none that it does not."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.removeprefix("megazero.") not in MISSING_PATHS:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            take_away(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
 if __name__ == "__main__":
-    for module, path in MISSING_PATHS.items():
-        found = import_module(f"megazero.{module}")
-        assert isinstance(getattr(found, path), Path)
-        setattr(found, path, Path("/none"))
+    for name in MISSING_PATHS:
+        if f"megazero.{name}" in sys.modules:
+            take_away(sys.modules[f"megazero.{name}"])
+    sys.meta_path.insert(0, TakingAway())
     sys.exit(import_module("megazero.command").run())

@@ -17,9 +17,10 @@ from megazero.parallel.nodes import Nodes
 from megazero.planner.advice.bounds import Bound, Bounds
 from megazero.planner.advice.choices import AdvisedRun, LayoutChoice, choices, legal
 from megazero.planner.advice.expected import Expectation
-from megazero.planner.advice.shallow import Measured, ShallowRuns, measure
+from megazero.planner.advice.shallow import Measured, measure
 from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware
+from megazero.planner.job_plan import DryRuns
 
 SHOWN = 10
 
@@ -68,7 +69,7 @@ class Search:
     hardware: Hardware
     report: Callable[[str], None] = lambda line: None
     tried: dict[tuple[LayoutChoice, Nodes], Measured | None] = field(default_factory=dict)
-    samples: ShallowRuns = field(default_factory=ShallowRuns, repr=False)
+    samples: DryRuns = field(default_factory=DryRuns, repr=False)
 
     @property
     def runs(self) -> int:

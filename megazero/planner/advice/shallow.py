@@ -7,7 +7,7 @@ micro-batch costs the longest stage's forward and backward, and what it keeps un
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megazero.config import derived
@@ -16,10 +16,9 @@ from megazero.memory.ledger_figures import CATEGORIES, StepMemory
 from megazero.parallel.topology import SHARDS
 from megazero.pipeline.passes import most_in_flight_total
 from megazero.pipeline.schedule import Action, Kind
-from megazero.planner.dry.hollow import Operators
 from megazero.planner.dry.rank import DryJob, RankRecord
 from megazero.planner.hardware import Hardware
-from megazero.planner.job_plan import Plan, constants, make_plan
+from megazero.planner.job_plan import DryRuns, Plan, constants
 from megazero.planner.predict import forecast_of
 from megazero.planner.seconds import StepTime
 from megazero.planner.trace import Part
@@ -33,23 +32,6 @@ _STEPS = PARTS[1:]
 _HELD = ("activations", "activation_checkpoints")
 _STATED = "context, workspaces, communicators"
 _BEYOND = "rounding and fragments"
-
-
-@dataclass
-class ShallowRuns:
-    """Dry runs of shallow jobs, which jobs share that differ in their layers and micro-batches alone.
-
-    operators: those that they have called.
-    """
-
-    operators: Operators = field(default_factory=Operators)
-    plans: dict[DryJob, Plan] = field(default_factory=dict)
-
-    def plan(self, job: DryJob, hardware: Hardware) -> Plan:
-        """Return the plan of a shallow job, which is run dry once for all machines."""
-        if job not in self.plans:
-            self.plans[job] = make_plan(job, hardware, parts=PARTS, operators=self.operators)
-        return replace(self.plans[job], hardware=hardware)
 
 
 class Depths(NamedTuple):
@@ -150,13 +132,13 @@ def micro_batches(config: RunConfig, count: int) -> int:
     return min(turn, count)
 
 
-def measure(job: DryJob, hardware: Hardware, samples: ShallowRuns | None = None) -> Measured:
+def measure(job: DryJob, hardware: Hardware, samples: DryRuns | None = None) -> Measured:
     """Return what a job takes on a machine; samples: those of other jobs so far."""
-    shared = ShallowRuns() if samples is None else samples
+    shared = DryRuns() if samples is None else samples
     found = depths(job)
     few = micro_batches(job.config, job.num_micro_batches)
     splits = [found.split] + [tuple(layers + 1 for layers in found.split)] * (found.more > 0)
-    plans = tuple(shared.plan(_shallow(job, split, few), hardware) for split in splits)
+    plans = tuple(shared.plan(_shallow(job, split, few), hardware, parts=PARTS) for split in splits)
     return _measured(job, plans, found.more, job.num_micro_batches - few)
 
 

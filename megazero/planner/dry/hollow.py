@@ -55,6 +55,7 @@ _OF_ANY_DEVICE = frozenset([
 _NUMBER = "_local_scalar_dense"  # tensor.item()
 _SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # of tensors that are there
 
+_NoSubclass = torch._C.DisableTorchFunctionSubclass
 _storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
 
 
@@ -69,7 +70,7 @@ class _Form(NamedTuple):
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Manner:
     """The way in which an operator is run.
 
@@ -134,7 +135,8 @@ class Hollow(TorchDispatchMode):
         self._next = self._end = 0  # addresses of the last region; those before the next one have been given out
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # addresses given back, by their bytes
         self._blocks: dict[int, _Block] = {}
-        self._operators = Operators() if operators is None else operators
+        found = Operators() if operators is None else operators
+        self._manners, self._results = found.manners, found.results
         self._mode = FakeTensorMode()
         self._contexts = ExitStack()
 
@@ -160,23 +162,24 @@ class Hollow(TorchDispatchMode):
     ) -> Any:
         if self._done is None:
             return self._run(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():  # a subclass has seen the call already, if it was Python's
+        with _NoSubclass():  # a subclass has seen the call already, if it was Python's
             result = self._run(func, args, kwargs)
         self._done(func, args, kwargs or {}, result)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        manners, results = self._operators.manners, self._operators.results
-        manner = manners.get(func) or manners.setdefault(func, _manner(func))
+        manner = self._manners.get(func)
+        if manner is None:
+            manner = self._manners[func] = _manner(func)
         if manner.grows:
             self._grow(*args)
         if manner.is_run or (manner.needs_values and self._has_values(args, kwargs)):
-            return manner.call(*args, **(kwargs or {}))
+            return manner.call(*args, **kwargs) if kwargs else manner.call(*args)
         key = manner, _signature(args), _signature([*kwargs.items()]) if kwargs else None
         try:
-            result, is_small = results[key]
+            result, is_small = self._results[key]
         except KeyError:
-            result, is_small = results[key] = self._result(func, args, kwargs or {})
+            result, is_small = self._results[key] = self._result(func, args, kwargs or {})
         if is_small and self._has_values(args, kwargs):
             return manner.call(*args, **(kwargs or {}))
         if manner.given:

@@ -47,7 +47,7 @@ _OVERWRITING = frozenset(
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Kind:
     """The part of an operator's schema that costs depend on: whether it only makes views, and what it writes to.
 
@@ -74,7 +74,9 @@ class Operations:
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> tuple[Operation, list[Tensor]] | None:
         """Return the kernel of an operator call and the tensors that go into it; None for a call without a kernel."""
-        kind = self._kinds.get(func) or self._kinds.setdefault(func, _kind(func))
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind(func)
         if not kind.has_kernel:
             return None
         inputs, outputs = [*tensors_in((*args, *kwargs.values()))], [*tensors_in((result,))]

@@ -221,11 +221,12 @@ class Recorder:
         """Return the code of the innermost frame outside of torch and of what watches, and the place that it is at."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            file = frame.f_code.co_filename
-            if file not in self._watching:
-                self._watching[file] = file.startswith((_TORCH, *_OWN))
-            if not self._watching[file]:
-                return frame.f_code, frame.f_lasti
+            code = frame.f_code
+            watches = self._watching.get(code.co_filename)
+            if watches is None:
+                watches = self._watching[code.co_filename] = code.co_filename.startswith((_TORCH, *_OWN))
+            if not watches:
+                return code, frame.f_lasti
             frame = frame.f_back
         return None
 

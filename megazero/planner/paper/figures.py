@@ -15,8 +15,9 @@ from types import MappingProxyType
 
 from megazero.config.presets import ZERO_CONFIGS
 from megazero.parallel.nodes import Nodes
-from megazero.planner.advice.shallow import Measured, ShallowRuns, measure, with_layers
+from megazero.planner.advice.shallow import Measured, measure, with_layers
 from megazero.planner.dry.rank import DryJob
+from megazero.planner.job_plan import DryRuns
 from megazero.planner.machines import MACHINES
 from megazero.planner.paper import points, tables
 from megazero.planner.paper.points import PaperRun
@@ -58,7 +59,7 @@ def job_of(point: PaperRun, *settings: str) -> DryJob:
     return DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=True)
 
 
-def zero(point: PaperRun, config: str | None = None, samples: ShallowRuns | None = None) -> Measured:
+def zero(point: PaperRun, config: str | None = None, samples: DryRuns | None = None) -> Measured:
     """Return what ZeRO-100B takes: Pos+g and all of ZeRO-R, or a configuration of table 3.  samples: of `measure`."""
     chosen = config or (
         "C4" if point.tp > 1 else "C3"
@@ -66,7 +67,7 @@ def zero(point: PaperRun, config: str | None = None, samples: ShallowRuns | None
     return measure(job_of(point, "--zero-config", chosen), DGX2, samples)
 
 
-def baseline(point: PaperRun, samples: ShallowRuns | None = None) -> Measured:
+def baseline(point: PaperRun, samples: DryRuns | None = None) -> Measured:
     """Return what Megatron-LM or data parallelism without ZeRO takes."""
     return measure(job_of(point, *_BASELINE), DGX2, samples)
 
@@ -75,7 +76,7 @@ def tflops(found: Measured) -> float:
     return found.mfu * DGX2.peak("fp16") / 1e12
 
 
-def table_2(samples: ShallowRuns | None = None) -> Table:
+def table_2(samples: DryRuns | None = None) -> Table:
     """Return table 2: its theory, and of what it measured the largest models that fit by plans, of batch 1."""
     theory = tables.table_2()
     measured = (
@@ -92,7 +93,7 @@ def table_2(samples: ShallowRuns | None = None) -> Table:
     return Table(theory.title, (*theory.rows, *measured))
 
 
-def figure_2(samples: ShallowRuns | None = None) -> Table:
+def figure_2(samples: DryRuns | None = None) -> Table:
     # By figure 8 the largest needs its checkpoints in host memory.
     ours = {point.size: zero(point, "C5" if point.size == "170B" else None, samples) for point in points.FIGURE_2}
     plain = {point.size: baseline(point, samples) for point in points.FIGURE_2_BASELINE}
@@ -110,7 +111,7 @@ def figure_2(samples: ShallowRuns | None = None) -> Table:
     return Table("Figure 2: throughput of ZeRO-100B on 400 devices, and of Megatron-LM", rows)
 
 
-def figure_3(samples: ShallowRuns | None = None) -> Table:
+def figure_3(samples: DryRuns | None = None) -> Table:
     found = {point.devices: zero(point, samples=samples) for point in points.FIGURE_3}
     petaflops = {devices: tflops(one) * devices / 1000 for devices, one in found.items()}
     few, many = min(found), max(found)
@@ -125,8 +126,8 @@ def figure_3(samples: ShallowRuns | None = None) -> Table:
     return Table("Figure 3: superlinear scalability of 60B (75 x 8192, MP 16)", rows)
 
 
-def figure_4(samples: ShallowRuns | None = None) -> Table:
-    shared = ShallowRuns() if samples is None else samples
+def figure_4(samples: DryRuns | None = None) -> Table:
+    shared = DryRuns() if samples is None else samples
     found = {point.size: zero(point, samples=shared) for point in points.FIGURE_4}
     plain = {point.size: baseline(point, shared) for point in points.FIGURE_4_BASELINE}
     wide, alone = points.FIGURE_4[-1], points.FIGURE_4_BASELINE[-1]
@@ -144,8 +145,8 @@ def figure_4(samples: ShallowRuns | None = None) -> Table:
     return Table("Figure 4: throughput without model parallelism on 128 devices", rows)
 
 
-def figure_6(samples: ShallowRuns | None = None) -> Table:
-    shared = ShallowRuns() if samples is None else samples
+def figure_6(samples: DryRuns | None = None) -> Table:
+    shared = DryRuns() if samples is None else samples
     rows = [
         PaperFigure(
             name,
@@ -159,26 +160,26 @@ def figure_6(samples: ShallowRuns | None = None) -> Table:
     return Table("Figure 6: the largest model (width 8192, batch 16, MP 16, 400 devices)", tuple(rows))
 
 
-def figure_7(samples: ShallowRuns | None = None) -> Table:
+def figure_7(samples: DryRuns | None = None) -> Table:
     runs = [(points.FIGURE_7_40B, name) for name in ZERO_CONFIGS]
     runs += [(points.FIGURE_7_100B, name) for name in ("C4", "C5")]
-    shared = ShallowRuns() if samples is None else samples
+    shared = DryRuns() if samples is None else samples
     found = {f"{point.size}, {name}": zero(point, name, shared).cached / GB for point, name in runs}
     rows = [PaperFigure(name, gigabytes, None, "GB") for name, gigabytes in found.items()]
     return Table("Figure 7: the most that PyTorch caches in a step", tuple(rows))
 
 
-def figure_8(samples: ShallowRuns | None = None) -> Table:
+def figure_8(samples: DryRuns | None = None) -> Table:
     runs = [(point, name) for name, point in points.FIGURE_8_60B.items()]
     runs += [(points.FIGURE_8_170B, name) for name in ("C4", "C5")]
-    shared = ShallowRuns() if samples is None else samples
+    shared = DryRuns() if samples is None else samples
     rows = [
         _throughput(f"{point.size}, {name}, batch {point.batch}", zero(point, name, shared)) for point, name in runs
     ]
     return Table("Figure 8: throughput (60B on 128 devices, 170B on 400, MP 16)", tuple(rows))
 
 
-def section_10_6(samples: ShallowRuns | None = None) -> Table:
+def section_10_6(samples: DryRuns | None = None) -> Table:
     found = zero(points.TURING_NLG, samples=samples)
     return Table("Section 10.6: Turing-NLG", (_throughput("17B, 256 devices, MP 4", found, _OF_17B),))
 
@@ -189,14 +190,14 @@ def _throughput(name: str, found: Measured, papers: float | None = None, sign: s
     return PaperFigure(name, tflops(found), papers, _TFLOPS, sign, papers is not None, note)
 
 
-def largest(point: PaperRun, *settings: str, samples: ShallowRuns | None = None) -> float:
+def largest(point: PaperRun, *settings: str, samples: DryRuns | None = None) -> float:
     """Return the billions of parameters of the deepest model of this shape that fits: memory is a line over layers."""
     deep = measure(job_of(point._replace(layers=_DEEP), *settings), DGX2, samples)
     layers = _SHALLOW + _room([with_layers(deep, _SHALLOW).total, deep.total]) * (_DEEP - _SHALLOW)
     return int(layers) * 12 * point.hidden**2 / 1e9
 
 
-def largest_batch(point: PaperRun, found: Measured, samples: ShallowRuns | None = None) -> int:
+def largest_batch(point: PaperRun, found: Measured, samples: DryRuns | None = None) -> int:
     """Return the largest batch of a run that fits: memory is a line over it.  found: what the run itself takes."""
     half = zero(point._replace(batch=point.batch // 2), samples=samples)
     return int(point.batch // 2 + _room([half.total, found.total]) * (point.batch - point.batch // 2))

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from megazero.planner.advice.shallow import ShallowRuns
+from megazero.planner.job_plan import DryRuns
 from megazero.planner.paper import figures, fragments, tables
 from megazero.planner.paper.rows import Table
 
-PARTS: Mapping[str, Callable[[ShallowRuns], Table]] = MappingProxyType(
+PARTS: Mapping[str, Callable[[DryRuns], Table]] = MappingProxyType(
     {
         "figure-1": lambda _: tables.figure_1(),
         "table-1": lambda _: tables.table_1(),
@@ -29,5 +29,5 @@ PARTS: Mapping[str, Callable[[ShallowRuns], Table]] = MappingProxyType(
 
 def parts(names: Iterable[str]) -> Iterator[Table]:
     """Yield the tables of these names one after the other, each when it has been computed."""
-    shared = ShallowRuns()
+    shared = DryRuns()
     return (PARTS[name](shared) for name in names)

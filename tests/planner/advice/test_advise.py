@@ -16,6 +16,7 @@ from megazero.planner.advice.advise import Advice, advise, remedies, to_json
 from megazero.planner.advice.choices import flags, read
 from megazero.planner.advice.search import Limit, Search
 from megazero.planner.advice.show import lines, remedy
+from megazero.planner.job_plan import DryRuns
 from megazero.planner.machines import MACHINES
 from megazero.planner.words import nodes_left, read_run, split_words
 
@@ -27,15 +28,21 @@ WORDS = (
 A100 = replace(MACHINES["dgx-a100"], devices_per_node=2)
 
 
-def search(memory: float = 80e9, words: str = WORDS) -> Search:
+def search(runs: DryRuns, memory: float = 80e9, words: str = WORDS) -> Search:
     hardware = replace(A100, memory_bytes=round(memory))
-    return Search(read(shlex.split(words), 4), 512, hardware)
+    return Search(read(shlex.split(words), 4), 512, hardware, samples=runs)
 
 
 @pytest.fixture(scope="module")
-def advice() -> Advice:
+def runs() -> DryRuns:
+    """Return the dry runs of all tests, which try layouts of the same model."""
+    return DryRuns()
+
+
+@pytest.fixture(scope="module")
+def advice(runs: DryRuns) -> Advice:
     """Return advice on two nodes of two devices, by few dry runs."""
-    return advise(search(), [Nodes((2, 2))], limit=Limit(3, 1e9))
+    return advise(search(runs), [Nodes((2, 2))], limit=Limit(3, 1e9))
 
 
 def test_commands_are_those_of_the_layouts(advice: Advice) -> None:
@@ -74,20 +81,20 @@ def test_the_json_has_all_of_it(advice: Advice) -> None:
     assert [row["step_seconds"] for row in found["fastest"]] == sorted(row["step_seconds"] for row in found["fastest"])
 
 
-def test_nothing_fits_a_device_that_is_full_of_its_context() -> None:
-    found = advise(search(0.5e9), [Nodes((2, 2))])
+def test_nothing_fits_a_device_that_is_full_of_its_context(runs: DryRuns) -> None:
+    found = advise(search(runs, 0.5e9), [Nodes((2, 2))])
     text = "\n".join(lines(found))
     assert not found.fits and found.near is None and found.closest is not None
     assert "does not fit: " in text and "most is context, workspaces, communicators" in text
     assert "no layout was found that fits, on these nodes or more" in text
 
 
-def test_the_nearest_is_a_change_of_one_setting() -> None:
+def test_the_nearest_is_a_change_of_one_setting(runs: DryRuns) -> None:
     """The given micro-batch keeps too much; with a smaller one, or recomputed, it fits."""
     wide = WORDS.replace("--micro-batch-size 1", "--micro-batch-size 6").replace(
         "--seq-length 128", "--seq-length 8192"
     )
-    own = search(2.2e9, wide.replace("--global-batch-size 12", "--global-batch-size 24"))
+    own = search(runs, 2.2e9, wide.replace("--global-batch-size 12", "--global-batch-size 24"))
     nodes = Nodes((2, 2))
     given = own.measured(own.run.given, nodes)
     assert given is not None and not given.fits(own.hardware)

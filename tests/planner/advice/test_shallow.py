@@ -6,9 +6,9 @@ import pytest
 from support.each import each
 
 from megazero.parallel.nodes import Nodes
-from megazero.planner.advice.shallow import PARTS, ShallowRuns, depths, measure, micro_batches, with_layers
+from megazero.planner.advice.shallow import PARTS, depths, measure, micro_batches, with_layers
 from megazero.planner.dry.rank import DryJob
-from megazero.planner.job_plan import make_plan
+from megazero.planner.job_plan import DryRuns, make_plan
 from megazero.planner.machines import MACHINES
 from megazero.planner.predict import forecast_of
 from megazero.planner.words import read_run
@@ -47,7 +47,7 @@ def job_of(words: str, nodes: Nodes, *, wide: bool = False) -> DryJob:
 def test_samples_tell_what_the_job_takes(words: str, wide: bool) -> None:
     """A step of one micro-batch is a line over the layers where these are whole buckets; else it is near to one."""
     job = job_of(words, Nodes((16,) * (1 + wide)), wide=wide)
-    samples = ShallowRuns()
+    samples = DryRuns()
     found = measure(job, V100, samples)
     assert found.depth > 1
     plan = make_plan(job, V100, parts=PARTS, operators=samples.operators)
@@ -68,12 +68,12 @@ def test_recomputed_layers_are_sampled_beside_their_neighbours() -> None:
     """Slices of checkpoints are copies: a layer's input is alive beside them until the next layer has its own."""
     words = "--num-layers 6 --zero-config C4 --sequence-parallel false --micro-batch-size 8 --global-batch-size 16"
     job = job_of(words, Nodes((16, 16)), wide=True)
-    samples = ShallowRuns()
+    samples = DryRuns()
     found = measure(job, V100, samples)
     plan = make_plan(job, V100, parts=PARTS, operators=samples.operators)
     assert found.depth == 4
     assert found.total == pytest.approx(plan.need(*plan.binding).total, rel=0.03)
-    # ShallowRuns of one depth serve every other one.
+    # DryRuns of one depth serve every other one.
     deeper = measure(job_of(words.replace("layers 6", "layers 60"), Nodes((16, 16)), wide=True), V100, samples)
     assert len(samples.plans) == 2
     again = with_layers(deeper, 6)

@@ -6,7 +6,8 @@ The figures are those of arXiv 1910.02054; TFLOP/s are of a device.
 import pytest
 from support.each import each
 
-from megazero.planner.advice.shallow import Measured, ShallowRuns
+from megazero.planner.advice.shallow import Measured
+from megazero.planner.job_plan import DryRuns
 from megazero.planner.paper import points
 from megazero.planner.paper.figures import DGX2, baseline, figure_6, figure_7, largest, largest_batch, tflops, zero
 from megazero.planner.paper.points import PaperRun
@@ -26,17 +27,17 @@ def of(size: str, chosen: tuple[PaperRun, ...]) -> PaperRun:
 
 
 @pytest.fixture(scope="module")
-def samples() -> ShallowRuns:
+def samples() -> DryRuns:
     """Return the dry runs of all figures, which have some in common."""
-    return ShallowRuns()
+    return DryRuns()
 
 
 @pytest.fixture(scope="module")
-def of_100b(samples: ShallowRuns) -> Measured:
+def of_100b(samples: DryRuns) -> Measured:
     return zero(of("100B", points.FIGURE_2), samples=samples)
 
 
-def test_figure_2_the_baseline_falls_behind_where_it_leaves_a_node(of_100b: Measured, samples: ShallowRuns) -> None:
+def test_figure_2_the_baseline_falls_behind_where_it_leaves_a_node(of_100b: Measured, samples: DryRuns) -> None:
     """At 1.5B the two are near each other; from 40B on the baseline's model parallelism crosses nodes; 10 x at 100B."""
     ours = {size: zero(of(size, points.FIGURE_2), samples=samples) for size in ("1.5B", "8B", "40B")}
     ours["100B"] = of_100b
@@ -50,13 +51,13 @@ def test_figure_2_the_baseline_falls_behind_where_it_leaves_a_node(of_100b: Meas
     assert all(found.fits(DGX2) for found in (*ours.values(), *plain.values()))
 
 
-def test_figure_2_falls_a_little_beyond_100b(of_100b: Measured, samples: ShallowRuns) -> None:
+def test_figure_2_falls_a_little_beyond_100b(of_100b: Measured, samples: DryRuns) -> None:
     beyond = [zero(of(size, points.FIGURE_2), samples=samples) for size in ("120B", "140B")]
     found = [tflops(one) for one in (of_100b, *beyond)]
     assert found == sorted(found, reverse=True) and found[-1] > 0.8 * found[0]
 
 
-def test_figure_3_is_superlinear_for_batches_grow_with_the_devices(samples: ShallowRuns) -> None:
+def test_figure_3_is_superlinear_for_batches_grow_with_the_devices(samples: DryRuns) -> None:
     few, many = points.FIGURE_3[0], points.FIGURE_3[-1]
     small, large = zero(few, samples=samples), zero(many, samples=samples)
     assert tflops(large) * 400 / (tflops(small) * 64) > 400 / 64
@@ -65,7 +66,7 @@ def test_figure_3_is_superlinear_for_batches_grow_with_the_devices(samples: Shal
     assert 16 <= batches[0] < 64 <= batches[1], "64 devices have no room for the batch of 400"
 
 
-def test_figure_4_trains_13b_without_model_parallelism_and_ddp_not_2b(samples: ShallowRuns) -> None:
+def test_figure_4_trains_13b_without_model_parallelism_and_ddp_not_2b(samples: DryRuns) -> None:
     wide, alone = points.FIGURE_4[-1], points.FIGURE_4_BASELINE[-1]
     found, plain = zero(wide, samples=samples), baseline(alone, samples)
     assert found.fits(DGX2) and plain.fits(DGX2)
@@ -74,7 +75,7 @@ def test_figure_4_trains_13b_without_model_parallelism_and_ddp_not_2b(samples: S
     assert 1.4 < largest(alone, "--zero-stage", "0", "--recompute-granularity", "full", samples=samples) < 2
 
 
-def test_figure_6_the_largest_models(samples: ShallowRuns) -> None:
+def test_figure_6_the_largest_models(samples: DryRuns) -> None:
     """40B, 60B, 50B, 140B and 150B of C1 to C5: the order, and each but C2 within a fifth."""
     found = {row.name: row.ours for row in figure_6(samples).rows}
     assert sorted(found, key=lambda name: found[name]) == ["C1", "C3", "C2", "C4", "C5"]
@@ -83,7 +84,7 @@ def test_figure_6_the_largest_models(samples: ShallowRuns) -> None:
     assert found["C4"] > 2 * found["C3"] and found["C5"] < 1.15 * found["C4"]
 
 
-def test_figure_7_what_is_cached(samples: ShallowRuns) -> None:
+def test_figure_7_what_is_cached(samples: DryRuns) -> None:
     """Pa cuts 16-fold checkpoints; moving them to the host shows at 100B, and hardly at 40B."""
     found = {row.name: row.ours for row in figure_7(samples).rows}
     assert found["40B, C1"] > found["40B, C3"] > found["40B, C2"] > found["40B, C4"] >= found["40B, C5"]
@@ -94,7 +95,7 @@ def test_figure_7_what_is_cached(samples: ShallowRuns) -> None:
     assert all(gigabytes < 32 for gigabytes in found.values())
 
 
-def test_figure_8_memory_becomes_throughput(samples: ShallowRuns) -> None:
+def test_figure_8_memory_becomes_throughput(samples: DryRuns) -> None:
     found = {name: zero(point, name, samples) for name, point in points.FIGURE_8_60B.items()}
     rates = {name: tflops(one) for name, one in found.items()}
     assert rates["C1"] < rates["C2"] < rates["C3"] < rates["C4"] and rates["C5"] == pytest.approx(rates["C4"], rel=0.15)
@@ -103,9 +104,7 @@ def test_figure_8_memory_becomes_throughput(samples: ShallowRuns) -> None:
 
 
 @each("tp", [4, 16])
-def test_table_2_models_that_were_trained_fit_and_larger_ones_than_the_theory_do_not(
-    tp: int, samples: ShallowRuns
-) -> None:
+def test_table_2_models_that_were_trained_fit_and_larger_ones_than_the_theory_do_not(tp: int, samples: DryRuns) -> None:
     """The paper measured 62 to 66 % of its theory without ZeRO, and 82 % with Pos, of which a plan has most."""
     point, without, with_pos = points.TABLE_2[tp]
     plain, pos = (
