@@ -106,6 +106,20 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/tensor_parallel/test_float8_rounding.py",),
     ),
     Fault(
+        "tensor_parallel/layers.py",
+        "a layer that leaves its bias's gradient makes it nevertheless",
+        "bias = self.bias.detach() if leaves_bias_gradient else self._tp.use(self.bias)",
+        "bias = self._tp.use(self.bias)",
+        ("tests/tensor_parallel/test_bias_gradients.py",),
+    ),
+    Fault(
+        "tensor_parallel/bias_gradients.py",
+        "the bias's gradient adds up the activation's gradient in place of its input's",
+        "return grad_x, output, grad_x.sum(0)",
+        "return grad_x, output, grad.sum(0)",
+        ("tests/tensor_parallel/test_bias_gradients.py",),
+    ),
+    Fault(
         "planner/module.py",
         "a module of stage 3 is made whole before it is partitioned",
         "in_parts = is_partitioned if made_in_parts is None else made_in_parts",

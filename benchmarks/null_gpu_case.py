@@ -64,8 +64,8 @@ class Recorder:
 class EagerBytes(TorchDispatchMode):
     """Counts the bytes that operations within compiled code read and write beside Inductor's own kernels.
 
-    An operation of a library other than torch's is entered, so that the operations that it is made of are counted.
-    Views, new memory, matrix products and attention, which is bound by arithmetic, do not count.
+    An operator of this project counts as one pass: each of its tensors is read or written once.  Views, new memory,
+    matrix products and attention, which is bound by arithmetic, do not count.
     """
 
     _FREE = (
@@ -84,9 +84,6 @@ class EagerBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace not in ("aten", "prims", "inductor"):
-            with self:
-                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         result = func(*args, **kwargs)
         if not func.is_view and not any(word in func._schema.name for word in self._FREE):
             tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]

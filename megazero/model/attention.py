@@ -25,6 +25,7 @@ from megazero.model.norms import Norm
 from megazero.model.positions import rotate
 from megazero.model.sequences import Sequences
 from megazero.parallel.param_spec import InitialValue
+from megazero.tensor_parallel.bias_gradients import biased_heads
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,
     ReplicatedKeyValueLinear,
@@ -58,6 +59,7 @@ class SelfAttention(nn.Module):
         has_norms = config.qk_layernorm
         self.query_norm = Norm(config, tp, width, is_inside=True) if has_norms else None
         self.key_norm = Norm(config, tp, width, is_inside=True) if has_norms else None
+        self._changes_heads = has_norms or config.position_embedding_type == "rope"
         self.projection = RowParallelLinear(
             tp,
             logical_shape=(hidden, heads * width),
@@ -72,10 +74,23 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         # Of all tokens, also where the sequence is split: [b s, 3 a d/t], or [b s, a d/t] and [b s, 2 g d/t].
-        projected = (self.qkv(x),) if self._is_fused else self._queries_and_pairs(x)
+        leaves = self._left_bias is not None
+        projected = (self.qkv(x, leaves_bias_gradient=leaves),) if self._is_fused else self._queries_and_pairs(x)
         attend = self.core if self._recomputation is None else partial(self._recomputation.run, self.core)
         y: Tensor = self.projection(attend(sequences, *projected))
         return y
+
+    @property
+    def _left_bias(self) -> nn.Parameter | None:
+        """The bias of the fused layer, if `core` makes its gradient with that of the layer's output.
+
+        It doesn't where queries and keys are rotated or normalised: a compiler fuses the pass that makes the output's
+        gradient with the backward of these.  And gradients of parameters that `core` reads are not deferred.
+        """
+        if not self._is_fused or self._changes_heads or self._tp.deferred is not None:
+            return None
+        bias = self.qkv.bias
+        return bias if bias is not None and bias.requires_grad else None
 
     def _queries_and_pairs(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of the two layers of queries, and of keys and values."""
@@ -93,6 +108,8 @@ class SelfAttention(nn.Module):
         """Yield the parameters that `core` reads."""
         for norm in (self.query_norm, self.key_norm):
             yield from () if norm is None else norm.parameters()
+        if self._left_bias is not None:
+            yield self._left_bias
 
     def core(self, sequences: Sequences, *projected: Tensor) -> Tensor:
         """Compute attention between the linear layers, from the outputs of the first to [b s, a d/t]."""
@@ -120,9 +137,10 @@ class SelfAttention(nn.Module):
         if pairs is None:
             packed = first.view(-1, length, 3, first.shape[-1] // (3 * self._width), self._width)
             # Cut along the dim of three before anything is transposed: torch's kernels return gradients laid out as
-            # [b, s, a/t, d], and one copy of them into [b, s, 3, a/t, d] is then the gradient of qkv.  No kernel of
-            # torch's but the memory-efficient one can write them there itself.
-            query, key, value = packed.unbind(2)
+            # [b, s, a/t, d], and one copy of them into [b, s, 3, a/t, d], which adds up the bias's gradient, is then
+            # that of qkv.  No kernel of torch's but the memory-efficient one can write them there itself.
+            bias = self._left_bias
+            query, key, value = packed.unbind(2) if bias is None else biased_heads(packed, bias)
             return query, key, value
         query = first.view(-1, length, first.shape[-1] // self._width, self._width)
         key, value = pairs.view(-1, length, 2, pairs.shape[-1] // (2 * self._width), self._width).unbind(2)

@@ -15,6 +15,7 @@ from megazero.model.sequences import Sequences
 from megazero.parallel.param_spec import InitialValue, mark_block
 from megazero.tensor_parallel.activation import ACTIVATIONS, FusedActivation
 from megazero.tensor_parallel.adapters import LowRank, adapt_column, adapt_row
+from megazero.tensor_parallel.bias_gradients import biased_gelu
 from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 
 
@@ -83,6 +84,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
+        self._tp = tp
         hidden = config.hidden_size
         inner = ffn_hidden_size(config)
         has_bias = not config.disable_bias_linear
@@ -98,9 +100,15 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(tp, logical_shape=(hidden, inner), init=output_init(config), has_bias=has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.up(x)
-        if self.fused is None or self.down.adapter is not None:
-            y: Tensor = self.down(ACTIVATIONS[self.activation].output(inner))
+        bias = self.up.bias
+        if bias is None or not bias.requires_grad or self.activation != "gelu":
+            bias = None
+        inner = self.up(x, leaves_bias_gradient=bias is not None)
+        left_bias = None if bias is None else self._tp.use(bias)
+        if self.fused is not None and self.down.adapter is None:
+            y: Tensor = self.down(inner, self.fused, left_bias)
+        elif left_bias is not None:
+            y = self.down(biased_gelu(inner, left_bias))
         else:
-            y = self.down(inner, self.fused)
+            y = self.down(ACTIVATIONS[self.activation].output(inner))
         return y

@@ -7,7 +7,8 @@ as one (`layers.RowParallelLinear`) they save u, and backward makes g again in t
     backward   dg = dy W      du, g = act'(u) dg, act(u), in one pass    dW = dy^T g
 
 One pass over u and dg takes a compiler.  Of two passes the second would compute GELU's tanh once more, and on a CPU
-that costs more than g's memory is worth: so it is torch.compile that fuses the two (`model/compiled.py`).
+that costs more than g's memory is worth: so it is torch.compile that fuses the two (`model/compiled.py`), or on a GPU,
+for GELU behind a bias, a kernel that makes the bias's gradient too (`bias_gradients.py`).
 
     gelu            [n, f] to [n, f]     in its approximation by tanh (GPT-2, BLOOM)
     swiglu          [n, 2 f] to [n, f]   SiLU of the first f, times the others (Llama, Qwen; Shazeer, arXiv 2002.05202)
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.tensor_parallel.bias_gradients import gelu_gradient
 from megazero.tensor_parallel.compiler import compiled
 
 
@@ -83,3 +85,11 @@ class FusedActivation:
 
     def __init__(self, name: str, *, searches: bool = False) -> None:
         self.output, self.backward = (compiled(piece, searches=searches) for piece in ACTIVATIONS[name])
+        self._is_gelu = name == "gelu"
+
+    def backward_with_sums(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute `backward` of rows, [n, f], and the sums of x's gradient over them."""
+        if self._is_gelu and grad.device.type == "cuda":
+            return gelu_gradient(grad, x, wants_output=True)
+        grad_x, output = self.backward(grad, x)
+        return grad_x, output, grad_x.sum(0)

@@ -47,6 +47,7 @@ OPTIONAL = (
     *("ray", "wandb", "mlflow"),
     "megazero.tensor_parallel.float8_kernels",  # of Triton, which torch for GPUs has
     "megazero.tensor_parallel.cross_entropy_kernel",
+    "megazero.tensor_parallel.bias_gradient_kernels",
 )
 
 # The files that users start.  torch takes most of a second to load, so programs read their command line without it:
