@@ -24,6 +24,7 @@ from megazero.comm.local import LocalCommunicator
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.grad_norm import fragment_norms, sum_dtype
 from megazero.optim.inner import AdamWSettings, ElementRun, FusedAdamW, StepInputs
+from megazero.tensor_parallel.bias_gradients import gelu_gradient, packed_gradient
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.products import Products
 from megazero.tensor_parallel.regions import Border
@@ -143,7 +144,7 @@ def _attend(parts: Sequence[Tensor], backend: SDPBackend | None) -> Tensor:
 
 
 def pointwise(sizes: Sizes) -> Iterator[Kernel]:
-    """Yield the layer norm of [n, h] and the GELU of [n, f], forward and backward."""
+    """Yield the layer norm of [n, h] and the GELU of [n, f], forward and backward; then passes that sum for a bias."""
     n, h, f = sizes.tokens, sizes.hidden, sizes.inner
     weight, bias = sizes.random(h, grad=True), sizes.random(h, grad=True)
     x, inner = sizes.random(n, h, grad=True), sizes.random(n, f, grad=True)
@@ -155,6 +156,11 @@ def pointwise(sizes: Sizes) -> Iterator[Kernel]:
         backward = partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
         yield Kernel(f"{name}, forward", call, 0, sizes.nbytes(2 * numel))
         yield Kernel(f"{name}, backward", backward, 0, sizes.nbytes(3 * numel))
+    summed = partial(gelu_gradient, sizes.random(n, f), inner.detach())
+    yield Kernel("GELU, backward with its bias", summed, 0, sizes.nbytes(3 * n * f))
+    parts = [sizes.random(sizes.samples, sizes.length, sizes.heads, h // sizes.heads) for _ in range(3)]
+    packing = partial(packed_gradient, *parts)
+    yield Kernel("query, key and value gradients into one, with its bias", packing, 0, sizes.nbytes(6 * n * h))
 
 
 def head(sizes: Sizes, libraries: Mapping[str, Products]) -> Iterator[Kernel]:

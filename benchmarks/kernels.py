@@ -3,10 +3,10 @@
     python benchmarks/kernels.py [--preset gpt2-124m] [--precision bf16] [--device cuda] [--output FILE.md]
 
 The kernels are linear layers by every library that can compute them, attention by every backend of torch's, layer norm,
-GELU, the LM head with its loss in chunks and with whole logits, AdamW and the gradient norm (`kernel_cases.py`).  The
-roofline is max(operations / fastest product, bytes / copy) with both ceilings measured in the same run (`ceilings.py`);
-8-bit products have a ceiling of their own.  Caches are swept before each call.  The record goes to a .json beside
---output.
+GELU, the passes of backward that add up a bias's gradient, the LM head with its loss in chunks and with whole logits,
+AdamW and the gradient norm (`kernel_cases.py`).  The roofline is max(operations / fastest product, bytes / copy) with
+both ceilings measured in the same run (`ceilings.py`); 8-bit products have a ceiling of their own.  Caches are swept
+before each call.  The record goes to a .json beside --output.
 """
 
 import argparse

@@ -60,7 +60,8 @@ def test_every_kernel_of_the_path_is_there() -> None:
     for name in ("layer norm", "GELU"):
         assert {f"{name}, forward", f"{name}, backward"} <= names
     assert {"head and loss, in chunks (torch)", "head and loss, whole logits (torch)"} <= names
-    assert {"AdamW", "gradient norm"} <= names and len(names) == 12 + 6 + 4 + 2 + 2
+    assert {"GELU, backward with its bias", "query, key and value gradients into one, with its bias"} <= names
+    assert {"AdamW", "gradient norm"} <= names and len(names) == 12 + 6 + 4 + 2 + 2 + 2
 
 
 @each("what", ["qkv", "projection", "up", "down", "head and loss, whole"])
@@ -151,7 +152,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main([*TINY.split(), "--time-limit", "0", "--output", str(tmp_path / "out.md")]) == 0
     page, record = (tmp_path / "out.md").read_text(), json.loads((tmp_path / "out.json").read_text())
     assert capsys.readouterr().out == page
-    assert len(page.split("\n| ")[3:]) == len(record["systems"]) == 26 + 13 * (len(libraries(CPU, torch.float32)) - 1)
+    assert len(page.split("\n| ")[3:]) == len(record["systems"]) == 28 + 13 * (len(libraries(CPU, torch.float32)) - 1)
     assert record["model"]["name"] == "1 x 32" and record["ceilings"]["fp32"]["copy"] > 0
     for system in record["systems"].values():
         assert system["median_step_seconds"] > 0 and system["share_of_roofline"] > 0
