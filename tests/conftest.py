@@ -85,7 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Keep modules and test items, which live to the end, out of the garbage collector's passes, and make these rare.
 
-    Seeds are set in a microsecond instead of a millisecond and a half.  Cycles are collected after every file; by its own thresholds the collector would go through everything far oftener.
+    Cycles are collected after every file; by its own thresholds the collector would go through everything far oftener.
+    And seeds are set in a microsecond in place of a millisecond and a half.
     """
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)

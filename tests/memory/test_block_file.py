@@ -5,7 +5,6 @@ import random
 import re
 import resource
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
