@@ -41,7 +41,7 @@ environment_fingerprint() {
 # Puts the pip that every python has inside into .venv, if that has none.  It is the content of a wheel; ensurepip, which
 # compiles all of it, takes ten times as long.
 bring_pip() {
-    .venv/bin/python -m pip --version >/dev/null 2>&1 && return
+    .venv/bin/python -c "import pip" 2>/dev/null && return
     .venv/bin/python - 2>/dev/null <<'PROGRAM' || .venv/bin/python -m ensurepip >/dev/null
 import ensurepip
 import pathlib
@@ -59,7 +59,7 @@ PROGRAM
 bring_uv() {
     local wanted pip=("${PYTHON:-python3}" -m pip --python .venv/bin/python)
     wanted="$(grep '^uv==' scripts/constraints.txt)"
-    if ! "${PYTHON:-python3}" -m pip --version >/dev/null 2>&1; then
+    if ! "${PYTHON:-python3}" -c "import pip" 2>/dev/null; then
         bring_pip || return
         pip=(.venv/bin/python -m pip)
     fi

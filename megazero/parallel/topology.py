@@ -73,8 +73,10 @@ class Topology:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis or pseudo-axis; along "ends" 2 where there are several stages."""
-        sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp, WORLD: self.world_size, ENDS: min(self.pp, 2)}
-        shards = self.dp // self.replicas
+        if axis in AXES:
+            degree: int = getattr(self, axis)
+            return degree
+        shards, sizes = self.dp // self.replicas, {WORLD: self.world_size, ENDS: min(self.pp, 2)}
         sizes |= {SHARDS: shards, REPLICAS: self.replicas, INSIDE: self.inside, ACROSS: shards // self.inside}
         return sizes[axis] if axis != SECONDARY else self.secondary
 
@@ -88,8 +90,7 @@ class Topology:
             neighbours = next(name for name, strided in _STRIDES.items() if axis in (name, strided))
             of_parent = self.coordinate(rank, _PARENTS[axis])
             return of_parent % self.size(neighbours) if axis == neighbours else of_parent // self.size(neighbours)
-        inner = math.prod(self.size(name) for name in self.order[self.order.index(axis) + 1 :])
-        return rank // inner % self.size(axis)
+        return rank // self._stride(axis) % self.size(axis)
 
     def rank_of(self, *, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
         """Return the rank at these coordinates."""
@@ -138,7 +139,12 @@ class Topology:
         return [group[place::size] for place in range(size)]
 
     def _line(self, axis: str, place: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(self.rank_of(**{**place, axis: index}) for index in range(self.size(axis)))
+        first, stride = self.rank_of(**{**place, axis: 0}), self._stride(axis)
+        return tuple(range(first, first + self.size(axis) * stride, stride))
+
+    def _stride(self, axis: str) -> int:
+        """Return the distance of two ranks that are neighbours along an axis."""
+        return math.prod(self.size(name) for name in self.order[self.order.index(axis) + 1 :])
 
 
 def parse_order(text: str) -> tuple[str, ...]:

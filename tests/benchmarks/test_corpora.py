@@ -115,7 +115,6 @@ def test_what_cannot_be_is_refused(words: str) -> None:
         parse_arguments(words.split())
 
 
-@pytest.mark.long
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The program runs on given text, with tokenizers trained on it."""
     monkeypatch.setattr("sys.argv", ["corpora.py"])

@@ -112,7 +112,6 @@ def succeed(commands: str, place: Path, modules: tuple[str, ...] = RUNS) -> str:
     return output
 
 
-@pytest.mark.long
 def test_the_tools_of_the_page_of_data_run(place: Path) -> None:
     corpus = "python tools/text_to_jsonl.py --input megazero --output runs/quickstart/corpus.jsonl\n"
     vocabulary = "python tools/train_tokenizer.py --input runs/book.txt --model-type byte-level-bpe --output runs"

@@ -3,10 +3,14 @@
 Every public function but `documents` takes a folder and writes the files into it that the function is named after.
 """
 
+import atexit
 import contextlib
 import io
 import json
 import random
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -104,7 +108,19 @@ def wrong_settings(folder: Path) -> None:
 
 
 def checkpoint(folder: Path) -> None:
-    """Train the smallest run for two steps, which writes the checkpoint of step 2 into `saved`."""
+    """Write the checkpoint of step 2 of the smallest run into `saved`, a copy of one that has been trained once."""
+    shutil.copytree(_trained() / "saved", folder / "saved")
+
+
+@cache
+def _trained() -> Path:
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _train(folder)
+    return folder
+
+
+def _train(folder: Path) -> None:
     settings = {
         "global_batch_size": 8,
         "vocab_size": VOCABULARY,
@@ -121,7 +137,7 @@ def checkpoint(folder: Path) -> None:
 def two_runs(folder: Path) -> None:
     """Write the checkpoint of one run into `saved` and that of another into `again/saved`."""
     checkpoint(folder)
-    checkpoint(folder / "again")
+    _train(folder / "again")
 
 
 def damaged_manifest(folder: Path) -> None:

@@ -44,7 +44,6 @@ def has_ended(pid: int, started: int, seconds: float) -> bool:
     return process_state(pid, started) is ProcessState.GONE
 
 
-@pytest.mark.long
 @pytest.mark.skipif(process_start(os.getpid()) is None, reason="the system does not tell states of processes")
 def test_one_that_stays_stopped_is_killed_and_one_that_goes_on_is_not() -> None:
     with guarded_process() as (frozen, its_watcher), guarded_process() as (paused, other_watcher):

@@ -16,7 +16,6 @@ def drawn() -> Drawn:
     return drawn_plan()
 
 
-@pytest.mark.long
 def test_the_controls_show_a_recorded_run(drawn: Drawn, tmp_path: Path) -> None:
     reader = opened(drawn.page, tmp_path, "micro-batch=4&stage=3")
     rows = {row[0]: figures for row, figures in reader.tables[CAPTION].items()}
