@@ -352,7 +352,6 @@ def _kill_at_every_file_operation(root: Path, step: int) -> None:
     assert not list(root.glob(".*")), "the last, undisturbed save removes what the killed ones left"
 
 
-@pytest.mark.long
 def test_a_save_killed_at_any_point_leaves_a_sound_checkpoint(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

@@ -59,7 +59,6 @@ def figures(output: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("precision", "stride", "tolerance"), [("fp64", 5, 1e-12), ("bf16", LENGTH, 1e-5)])
 def test_figures_are_those_of_transformers(tmp_path: Path, precision: str, stride: int, tolerance: float) -> None:
     transformers = pytest.importorskip("transformers")

@@ -79,7 +79,6 @@ def test_numbers_are_checked_before_anything_is_opened() -> None:
     assert "--message-mib -4\n    rule:  --message-mib is a number, greater than 0, at most 65536\n" in done.stderr
 
 
-@pytest.mark.long
 def test_one_process_needs_nobody() -> None:
     done = by_hand("--gpus-per-node", "0")
     assert done.stdout.endswith("preflight: 1 node is sound\n"), done

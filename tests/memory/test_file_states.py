@@ -70,7 +70,6 @@ def test_a_state_that_is_closed_leaves_the_others(tmp_path: Path) -> None:
         files.states.close()
 
 
-@pytest.mark.long
 @each("writes_behind", [True, False])
 @each("num_buffers", [1, 2, 5])
 @each("dtype", [torch.float32, torch.bfloat16, torch.float64])

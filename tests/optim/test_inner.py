@@ -145,7 +145,6 @@ def test_one_pass_without_an_average(betas: tuple[float, float]) -> None:
     torch.testing.assert_close(master, weight.detach(), rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.long
 @pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")
 def test_runs_of_all_lengths_and_rates_are_one_graph() -> None:
     torch._dynamo.reset()

@@ -65,7 +65,6 @@ def test_only_the_input_and_the_weight_are_saved() -> None:
     assert sizes == [[60, 84, 84], [60, 84]]
 
 
-@pytest.mark.long
 @pytest.mark.skipif(bool(lacking(CPU)), reason=f"this machine lacks {lacking(CPU)}")
 def test_backward_is_one_pass() -> None:
     """The compiler makes one kernel, which reads x and the gradient once and writes both results."""

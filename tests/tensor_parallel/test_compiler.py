@@ -77,7 +77,6 @@ def test_nothing_waits_where_files_cannot_be_locked(made: str, tmp_path: Path) -
     assert time.monotonic() - began < 5.0
 
 
-@pytest.mark.long
 def test_every_graph_is_compiled_in_a_turn_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward are two graphs; another shape makes others, and the same one finds its own lock again."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -102,7 +101,6 @@ def test_every_graph_is_compiled_in_a_turn_of_its_own(tmp_path: Path, monkeypatc
     assert len(run(4)) == 4
 
 
-@pytest.mark.long
 def test_a_search_reaches_the_compiler_in_forward_and_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's settings are those of the search while it makes a searched function's graphs, and then no more."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

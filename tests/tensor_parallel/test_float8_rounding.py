@@ -26,10 +26,11 @@ def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
     every = torch.arange(256, dtype=torch.uint8)
     numbers = every.view(dtype).double()
     keep = numbers.isfinite() & ~((numbers == 0) & (every > 0))
-    numbers, is_odd = numbers[keep], (every[keep] % 2).double()
-    distances = (x.reshape(-1, 1) - numbers).abs()
-    tied = distances == distances.amin(1, keepdim=True)
-    return numbers[(tied * (2 - is_odd)).argmax(1)].view(x.shape)
+    numbers, order = numbers[keep].sort()
+    is_odd = (every[keep] % 2).bool()[order]
+    above = torch.searchsorted(numbers, x.contiguous()).clamp(1, len(numbers) - 1)
+    up, down = numbers[above] - x, x - numbers[above - 1]
+    return torch.where((up < down) | ((up == down) & is_odd[above - 1]), numbers[above], numbers[above - 1])
 
 
 def by_factor(x: Tensor, factor: Tensor, dtype: torch.dtype, *orders: bool) -> tuple[Tensor, Tensor, Tensor]:

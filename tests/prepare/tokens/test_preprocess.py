@@ -346,7 +346,6 @@ def assert_unharmed(folder: Path, earlier: dict[str, bytes], whole: dict[str, by
             assert names[0] in now
 
 
-@pytest.mark.long
 def test_a_death_at_any_step_can_be_gone_on_from(tmp_path: Path, small_chunks: None) -> None:
     """Resuming after a death at any step gives the files of a whole run; an earlier corpus is never harmed."""
     paths, earlier, whole, count = prepared(tmp_path)
