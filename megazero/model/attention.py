@@ -74,14 +74,14 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         # Of all tokens, also where the sequence is split: [b s, 3 a d/t], or [b s, a d/t] and [b s, 2 g d/t].
-        leaves = self._left_bias is not None
+        leaves = self._core_bias is not None
         projected = (self.qkv(x, leaves_bias_gradient=leaves),) if self._is_fused else self._queries_and_pairs(x)
         attend = self.core if self._recomputation is None else partial(self._recomputation.run, self.core)
         y: Tensor = self.projection(attend(sequences, *projected))
         return y
 
     @property
-    def _left_bias(self) -> nn.Parameter | None:
+    def _core_bias(self) -> nn.Parameter | None:
         """The bias of the fused layer, if `core` makes its gradient with that of the layer's output.
 
         It doesn't where queries and keys are rotated or normalised: a compiler fuses the pass that makes the output's
@@ -108,8 +108,8 @@ class SelfAttention(nn.Module):
         """Yield the parameters that `core` reads."""
         for norm in (self.query_norm, self.key_norm):
             yield from () if norm is None else norm.parameters()
-        if self._left_bias is not None:
-            yield self._left_bias
+        if self._core_bias is not None:
+            yield self._core_bias
 
     def core(self, sequences: Sequences, *projected: Tensor) -> Tensor:
         """Compute attention between the linear layers, from the outputs of the first to [b s, a d/t]."""
@@ -139,7 +139,7 @@ class SelfAttention(nn.Module):
             # Cut along the dim of three before anything is transposed: torch's kernels return gradients laid out as
             # [b, s, a/t, d], and one copy of them into [b, s, 3, a/t, d], which adds up the bias's gradient, is then
             # that of qkv.  No kernel of torch's but the memory-efficient one can write them there itself.
-            bias = self._left_bias
+            bias = self._core_bias
             query, key, value = packed.unbind(2) if bias is None else biased_heads(packed, bias)
             return query, key, value
         query = first.view(-1, length, first.shape[-1] // self._width, self._width)

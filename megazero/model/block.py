@@ -100,15 +100,19 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(tp, logical_shape=(hidden, inner), init=output_init(config), has_bias=has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.up.bias
-        if bias is None or not bias.requires_grad or self.activation != "gelu":
-            bias = None
-        inner = self.up(x, leaves_bias_gradient=bias is not None)
-        left_bias = None if bias is None else self._tp.use(bias)
+        trained = self._bias_of_gelu
+        inner = self.up(x, leaves_bias_gradient=trained is not None)
+        bias = None if trained is None else self._tp.use(trained)
         if self.fused is not None and self.down.adapter is None:
-            y: Tensor = self.down(inner, self.fused, left_bias)
-        elif left_bias is not None:
-            y = self.down(biased_gelu(inner, left_bias))
+            y: Tensor = self.down(inner, self.fused, bias)
+        elif bias is not None:
+            y = self.down(biased_gelu(inner, bias))
         else:
             y = self.down(ACTIVATIONS[self.activation].output(inner))
         return y
+
+    @property
+    def _bias_of_gelu(self) -> nn.Parameter | None:
+        """The bias before GELU, if it is trained: GELU's backward makes its gradient."""
+        bias = self.up.bias if self.activation == "gelu" else None
+        return bias if bias is not None and bias.requires_grad else None

@@ -238,7 +238,7 @@ class RowParallelLinear(nn.Module):
     If tokens are split: [n, in / t] to [n / t, out].  logical_shape is [out, in].  The bias is replicated and added
     once, after the partial sums have been added up.
 
-    With an activation the layer computes y = activation(x) W^T + b, and saves x alone.  left_bias: the bias that is
+    With an activation the layer computes y = activation(x) W^T + b, and saves x alone.  input_bias: the bias that is
     already a part of x, where the layer that made x has left its gradient to this one.
 
     leaves_bias: leave the addition of b, on several ranks, to the code that reads y; its gradients are not deferred.
@@ -265,32 +265,32 @@ class RowParallelLinear(nn.Module):
         """The bias that is still to be added to the output; None if there is nothing to add."""
         return self.bias if self.leaves_bias else None
 
-    def forward(self, x: Tensor, activation: FusedActivation | None = None, left_bias: Tensor | None = None) -> Tensor:
-        y = self._frozen_or_trained(x, activation, left_bias)
+    def forward(self, x: Tensor, activation: FusedActivation | None = None, input_bias: Tensor | None = None) -> Tensor:
+        y = self._frozen_or_trained(x, activation, input_bias)
         if self.adapter is not None:
             assert activation is None, "an adapter reads the activation's output"
             y = y + self.adapter(x)
         return y
 
-    def _frozen_or_trained(self, x: Tensor, activation: FusedActivation | None, left_bias: Tensor | None) -> Tensor:
+    def _frozen_or_trained(self, x: Tensor, activation: FusedActivation | None, input_bias: Tensor | None) -> Tensor:
         """Compute the layer without its adapter."""
         tp, weight = self._tp, self._tp.use(self.weight)
         bias = None if self.bias is None else tp.use(self.bias)
         linear = tp.linear(self.weight, self.products)
         if tp.communicator.size == 1:  # one partial sum, to which the bias can be added at once
             if activation is not None:
-                return _activated_linear(x, left_bias, weight, bias, linear, activation)
+                return _activated_linear(x, input_bias, weight, bias, linear, activation)
             return _column_linear(x, weight, bias, linear)
         if linear.defer is None:
             # Nothing is saved behind the product, so a recomputation ends before the exit's collective.
             alone = linear._replace(border=_ALONE)
             if activation is not None:
-                y = exit_region(_activated_linear(x, left_bias, weight, None, alone, activation), tp.border)
+                y = exit_region(_activated_linear(x, input_bias, weight, None, alone, activation), tp.border)
             else:
                 y = exit_region(_column_linear(x, weight, None, alone), tp.border)
             return y if self.leaves_bias or bias is None else y + bias
         if activation is not None:
-            y = _activated_linear(x, left_bias, weight, None, linear, activation)
+            y = _activated_linear(x, input_bias, weight, None, linear, activation)
         else:
             y = _deferred_row_linear(x, weight, linear)
         return y if bias is None else y + bias
@@ -474,7 +474,7 @@ class _ActivatedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        left_bias: Tensor | None,
+        input_bias: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         linear: LinearSettings,
@@ -490,11 +490,11 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         linear, rows = ctx.linear, _rows(grad)
-        _, needs_left_bias, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        _, needs_input_bias, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         whole = linear.border.gather(rows).wait()
-        grad_inner, grad_left_bias = linear.products.input_gradient(whole, weight), None
-        if needs_left_bias:
-            grad_x, inner, grad_left_bias = ctx.activation.backward_with_sums(grad_inner, _rows(x))
+        grad_inner, grad_input_bias = linear.products.input_gradient(whole, weight), None
+        if needs_input_bias:
+            grad_x, inner, grad_input_bias = ctx.activation.backward_with_sums(grad_inner, _rows(x))
         else:
             grad_x, inner = ctx.activation.backward(grad_inner, _rows(x))
         grad_weight = None
@@ -503,7 +503,7 @@ class _ActivatedLinear(torch.autograd.Function):
         elif needs_weight:
             grad_weight = linear.weight_gradient(whole, inner)
         grad_bias = rows.sum(0) if needs_bias else None
-        return grad_x.view_as(x), grad_left_bias, grad_weight, grad_bias, None, None
+        return grad_x.view_as(x), grad_input_bias, grad_weight, grad_bias, None, None
 
 
 _activated_linear: Callable[..., Tensor] = _ActivatedLinear.apply
