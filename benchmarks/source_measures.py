@@ -17,8 +17,9 @@ TOP_LEVEL = "top level"
 # Shorter runs of equal lines are mostly calls that have no reason to differ.
 REPEATED_LINES = 8
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+_DOCUMENTED = (ast.Module, *_DEFINITIONS)
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
         if isinstance(child, ast.expr):  # expressions hold no definitions, and are most of the tree
             continue
         inner = prefix
-        if isinstance(child, Function | ast.ClassDef):
+        if isinstance(child, _DEFINITIONS):
             inner = f"{prefix}{child.name}."
-        if isinstance(child, Function):
+        if isinstance(child, _FUNCTIONS):
             yield inner[:-1], (child.end_lineno or child.lineno) - child.lineno + 1
         yield from _functions(child, inner)
 
