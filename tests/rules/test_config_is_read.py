@@ -6,7 +6,7 @@ function is used outside that file.
 """
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from support.source_tree import PROGRAMS, Source, sources, walk
 
@@ -65,13 +65,18 @@ def _names(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
+def _matters(node: ast.AST, names: Collection[str]) -> bool:
+    """Return True for the attributes that have a setting's name, and for what may be annotated with a section."""
+    return node.attr in names if isinstance(node, ast.Attribute) else isinstance(node, (ast.arg, ast.AnnAssign))
+
+
 def unread(outside: tuple[Source, ...], derived: Source) -> list[str]:
     """Return the settings that no acting code reads, as section.name."""
     used = used_figures(outside, derived)
     trees: list[ast.AST] = [source.tree for source in outside]
     trees += [function for function in derived.functions() if function.name in used]
-    kinds = (ast.Attribute, ast.arg, ast.AnnAssign)
-    walked = [[node for node in walk(tree) if isinstance(node, kinds)] for tree in trees]
+    names = {info.name for info in FIELDS}
+    walked = [[node for node in walk(tree) if _matters(node, names)] for tree in trees]
     read = {
         f"{section}.{name}"
         for nodes in walked
