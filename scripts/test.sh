@@ -3,9 +3,9 @@
 #
 #   bash scripts/test.sh [--fast] [--no-install] [arguments of pytest]
 #
-# --fast leaves out the tests that need a process group or a GPU, and the forty slowest of the others, which are marked
-# `long`.  --no-install uses the python that is there (PYTHON, python3 by default) and its packages.  Every phase runs
-# even when one before it failed; the exit status is 0 only if all passed.
+# --fast leaves out the tests that need a process group or a GPU.  --no-install uses the python that is there (PYTHON,
+# python3 by default) and its packages.  Every phase runs even when one before it failed; the exit status is 0 only if
+# all passed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh
@@ -18,7 +18,7 @@ while (($#)); do
     --no-install) install=no ;;
     --fast)
         # Rewriting the asserts of all tests, so that they show their values, takes as long as compiling these does.
-        selected=(-m "pure and not long" --assert plain)
+        selected=(-m pure --assert plain)
         ;;
     *) break ;;
     esac
