@@ -33,7 +33,7 @@ SCRIPT = ROOT / "scripts" / "null_gpu.sh"
 BLOCK = {"unit_bytes": 4, "block_bytes": 280}
 FOUND = {"launches": 10, "products": 4, "copies": 1, "synchronizations": 0, "peak_bytes": 3 << 20, **BLOCK}
 
-RECORD = FOLDER / "results" / "2026-11-27-null-gpu.json"
+RECORD = FOLDER / "results" / "2026-11-28-null-gpu.json"
 
 
 def record_of(systems: dict[str, Any]) -> dict[str, Any]:
