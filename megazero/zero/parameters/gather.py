@@ -338,7 +338,8 @@ class ParameterGather:
     def _release_finished(self, current: GatheredUnit | None) -> None:
         """Release the units that backward has finished with."""
         for unit in list(self.memory.live.values()):
-            if not (unit is current or unit.is_prefetched or self._is_in_use(unit) or self._is_worth_retaining(unit)):
+            is_needed = unit is current or unit.is_prefetched or self._is_in_use(unit)
+            if not (is_needed or self._is_worth_retaining(unit, beside=current)):
                 self.memory.release(unit)
 
     def _is_in_use(self, unit: GatheredUnit) -> bool:
@@ -358,8 +359,8 @@ class ParameterGather:
     def _is_retained(self, unit: GatheredUnit) -> bool:
         return unit.name in self._retained and self.memory.live_numel <= self._zero.max_live_parameters
 
-    def _is_worth_retaining(self, unit: GatheredUnit) -> bool:
-        """Return True for a unit that is needed again soon.
+    def _is_worth_retaining(self, unit: GatheredUnit, *, beside: GatheredUnit | None = None) -> bool:
+        """Return True for a unit that is needed again soon; beside: another one whose use begins now.
 
         What has room beside all that is used before it stays too: where forward turns into backward, what would be
         gathered ahead is what forward has just used.
@@ -369,6 +370,7 @@ class ParameterGather:
         distance = self._order.distance(unit.name)
         if distance is None or self.memory.live_numel > self._zero.max_live_parameters:
             return False
+        distance += 0 if beside is None else beside.numel  # of a use that has begun, the record knows what comes next
         if distance > self._zero.max_reuse_distance and not unit.has_room:
             unit.has_room = self._order.fits(unit.name, self._room)
             return unit.has_room

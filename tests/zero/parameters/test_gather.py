@@ -452,6 +452,9 @@ LEAVES_THE_RECORD = {
 }
 
 
+TURNS = {**LEAVES_THE_RECORD, "prefetch_bucket_size": 0, "max_live_parameters": 70}
+
+
 def loss_of_pass(model: Stack, route: Sequence[int], step: int) -> Tensor:
     model.route = route
     x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH).roll(step).requires_grad_()
@@ -480,6 +483,7 @@ def gradients(engine: Engine, model: Stack, routes: Sequence[Sequence[int]], ran
 @settings(max_examples=60)
 @given(routes, settings_of_zero)
 @example([[0, 1], [0, 2]], LEAVES_THE_RECORD)  # unit 0 stays for a backward, unit 1 is gathered ahead, and 2 is used
+@example([[2, 0, 2], [2, 0, 2]], TURNS)  # backward uses 2 and 0 in turns, and each comes again right after the other
 def test_any_control_flow_trains_like_plain_torch(routes: list[list[int]], zero: dict[str, Any]) -> None:
     with released_memory_is_nan():
         diary = Diary(4, **zero)
