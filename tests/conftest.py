@@ -86,14 +86,9 @@ def pytest_collection_finish() -> None:
     """Keep modules and test items, which live to the end, out of the garbage collector's passes, and make these rare.
 
     Cycles are collected after every file; by its own thresholds the collector would go through everything far oftener.
-    And seeds are set in a microsecond in place of a millisecond and a half.
     """
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
-    torch = sys.modules.get("torch")
-    if torch is not None and not torch.cuda.is_available():
-        # Seeds are for the processor alone.  For devices that may come, torch's own keeps the stack of every call.
-        vars(torch)["manual_seed"] = torch.default_generator.manual_seed
 
 
 @pytest.hookimpl(wrapper=True)

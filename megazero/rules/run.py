@@ -35,13 +35,7 @@ Rule = Callable[[RunConfig, int], Iterable[Problem]]
 
 def check(config: RunConfig, world_size: int) -> tuple[Problem, ...]:
     """Return every problem between the settings.  A rule that needs an invalid setting is skipped."""
-    found: list[Problem] = []
-    for rule in RULES:  # which most settings pass, of each of thousands of layouts that are tried
-        try:
-            found += [*rule(config, world_size)]
-        except Unknown:
-            continue
-    return tuple(found)
+    return tuple(problem for rule in RULES for problem in _try(rule, config, world_size))
 
 
 def corpus_is_named(config: RunConfig, world_size: int) -> bool:

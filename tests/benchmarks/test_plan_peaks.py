@@ -13,6 +13,7 @@ RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-27-plan
 PEAKS = {line["case"]: line["peak_bytes"] for line in map(json.loads, RECORD.read_text(encoding="utf-8").splitlines())}
 # Those that take a dry run the least time, of every kind.
 QUICK = (
+    "GPT",
     "GPT, dropout",
     "GPT, selective recomputation",
     "GPT, fp8 tensorwise",

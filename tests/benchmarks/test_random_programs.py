@@ -37,11 +37,11 @@ STEP = {"act": "step"}
 WRITE = {"act": "write", "seed": 21, "how": "data =", "where": "all", "first": 0, "stride": 1}
 
 
-def test_half_a_dozen_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dozen_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--records", str(tmp_path / "r.jsonl"), "--first", "40", "--output", str(tmp_path / "page.md")]
-    assert main([*words, "--programs", "6"]) == 0
+    assert main([*words, "--programs", "12"]) == 0
     records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
-    assert {record["number"] for record in records} == set(range(40, 46))
+    assert {record["number"] for record in records} == set(range(40, 52))
     assert "| equal |" in (tmp_path / "page.md").read_text()
     failed = {**records[0], "outcome": "! other numbers", "text": "act 1: a difference"}
     (tmp_path / "r.jsonl").write_text(json.dumps(failed) + "\n")

@@ -125,7 +125,7 @@ def test_a_batch_is_its_prompts_alone(tmp_path: Path) -> None:
         alone = [tokens_of(session, [prompt], **settings)[0] for prompt in PROMPTS]
         lengths = {len(tokens) for samples in alone for tokens in samples}
         assert len(lengths) > 1, "some texts end before others"
-        for batch_size in (1, 2, 100):
+        for batch_size in (1, 2, 4, 100):
             assert tokens_of(session, PROMPTS, batch_size=batch_size, **settings) == alone
         assert tokens_of(session, PROMPTS[::-1], **settings) == alone[::-1]
 

@@ -187,7 +187,7 @@ def test_the_number_of_buffers_is_constant(
 ) -> None:
     """Also where a sub-group comes to its update before there was a buffer to read it ahead."""
     kinds = 3 + len(gradients)
-    engine = make_engine(2, "nvme", tmp_path, accumulation=2, sub_group_size=20, **gradients, **pipeline)
+    engine = make_engine(2, "nvme", tmp_path, accumulation=2, sub_group_size=8, **gradients, **pipeline)
     files = engine.zero_engine._files
     assert files is not None
     most = 4096 * kinds * (3 - list(pipeline.values()).count(False))
@@ -202,7 +202,7 @@ def test_the_number_of_buffers_is_constant(
 def test_a_skipped_update_frees_the_buffers_that_it_would_have_used(tmp_path: Path) -> None:
     made, _ = OPTIMIZERS["AdamW"]
     precision = {**FP16, "initial_loss_scale": 2.0**20}
-    engine = make_engine(2, "nvme", tmp_path, optimizer=made, precision=precision, sub_group_size=8, **GRADIENTS)
+    engine = make_engine(2, "nvme", tmp_path, optimizer=made, precision=precision, sub_group_size=2, **GRADIENTS)
     files = engine.zero_engine._files
     assert files is not None
     for step in range(6):
@@ -301,11 +301,9 @@ def test_reductions_beside_backward_take_no_other_buffers(tmp_path: Path) -> Non
 
 @each(("stage", "optimizer"), [(1, "AdamW of the configuration"), (2, "SGD"), (3, "AdamW of the configuration")])
 def test_a_checkpoint_does_not_depend_on_the_home(stage: int, optimizer: str, tmp_path: Path) -> None:
-    """Every home goes on from every other, each time in another stage."""
     made, _ = OPTIMIZERS[optimizer]
     expected: list[tuple[str, Tensor]] = []
-    for number, saving in enumerate(HOMES):
-        loading = HOMES[(number + stage) % len(HOMES)]
+    for saving in HOMES:
         with ExitStack() as stack:
             saved = make_engine(stage, saving, tmp_path, optimizer=made)
             stack.callback(saved.close)
@@ -314,12 +312,13 @@ def test_a_checkpoint_does_not_depend_on_the_home(stage: int, optimizer: str, tm
             train(saved, 3, 3)
             expected = expected or figures(saved)
             assert same(figures(saved), expected)
-            loaded = make_engine(stage, loading, tmp_path, optimizer=made)
-            stack.callback(loaded.close)
-            train(loaded, 20, 1)  # so that there are other states to take the place of
-            loaded.load_checkpoint(tmp_path / f"{stage} {saving}")
-            train(loaded, 3, 3)
-            assert same(figures(loaded), expected), (saving, loading)
+            for loading in HOMES:
+                loaded = make_engine(stage, loading, tmp_path, optimizer=made)
+                stack.callback(loaded.close)
+                train(loaded, 20, 1)  # so that there are other states to take the place of
+                loaded.load_checkpoint(tmp_path / f"{stage} {saving}")
+                train(loaded, 3, 3)
+                assert same(figures(loaded), expected), (saving, loading)
 
 
 def homes_on_ranks(rank: int, stage: int, folder: Path) -> list[list[tuple[str, Tensor]]]:
@@ -370,7 +369,7 @@ if allowed:
     present = int(re.search(r"VmData:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
     resource.setrlimit(resource.RLIMIT_DATA, (present + allowed, resource.RLIM_INFINITY))
 engine = megazero.initialize(model, config)
-for step in range(2):
+for step in range(3):
     x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(step)).bfloat16()
     loss = (engine(x).float() - 1).square().mean()
     engine.backward(loss)
@@ -406,7 +405,7 @@ def test_states_in_files_need_no_memory_of_the_process(tmp_path: Path) -> None:
     ]
     (free, free_error), *others = (run.communicate(timeout=100) for run in runs)
     plain, *ends = (run.returncode for run in runs)
-    assert plain == 0 and len(free.split()) == 2, free_error
+    assert plain == 0 and len(free.split()) == 3, free_error
     for end, (_, error) in zip(ends[:2], others[:2], strict=True):
         assert end == 1 and ("can't allocate memory" in error or "MemoryError" in error), error
     for end, (losses, error) in zip(ends[2:], others[2:], strict=True):
