@@ -73,7 +73,7 @@ def test_recomputed_layers_are_sampled_beside_their_neighbours() -> None:
     plan = make_plan(job, V100, parts=PARTS, operators=samples.operators)
     assert found.depth == 4
     assert found.total == pytest.approx(plan.need(*plan.binding).total, rel=0.03)
-    # DryRuns of one depth serve every other one.
+    # Samples of one depth serve every other one.
     deeper = measure(job_of(words.replace("layers 6", "layers 60"), Nodes((16, 16)), wide=True), V100, samples)
     assert len(samples.plans) == 2
     again = with_layers(deeper, 6)
