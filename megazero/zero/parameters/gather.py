@@ -370,7 +370,7 @@ class ParameterGather:
         distance = self._order.distance(unit.name)
         if distance is None or self.memory.live_numel > self._zero.max_live_parameters:
             return False
-        distance += 0 if beside is None else beside.numel  # of a use that has begun, the record knows what comes next
+        distance += 0 if beside is None else beside.numel  # its use has begun: the record leaves it out
         if distance > self._zero.max_reuse_distance and not unit.has_room:
             unit.has_room = self._order.fits(unit.name, self._room)
             return unit.has_room
