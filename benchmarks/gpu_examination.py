@@ -91,6 +91,9 @@ PHASES = (
     _speed(60, "gpt2-124m", 128, needs_gpu=True),
     _speed(60, "gpt2-124m", 64, needs_gpu=True, attention="flash"),
     _speed(60, "gpt2-124m", 64, needs_gpu=True, compile_num_layers=4),
+    _speed(60, "gpt2-124m", 64, needs_gpu=True, enable_cuda_graph=True),
+    # In small micro-batches the host may take longer than the GPU.
+    *(_speed(50, "gpt2-124m", 2, needs_gpu=True, **words) for words in ({}, {"enable_cuda_graph": True})),
     _speed(400, "gpt2-124m", 64, needs_gpu=True, compile="max"),
 )
 

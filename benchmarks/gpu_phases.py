@@ -182,6 +182,7 @@ def speed(
     fp8_cache_weights: bool = False,
     stage: int = 0,
     compile_num_layers: int = 1,
+    enable_cuda_graph: bool = False,
     micro_batches: int = 1,
     offload_optimizer: bool = False,
     profile: bool = False,
@@ -195,6 +196,7 @@ def speed(
     words += ["--fp8-format", fp8, "--fp8-recipe", fp8_recipe] if fp8 else []
     words += ["--fp8-cache-weights"] if fp8_cache_weights else []
     words += ["--compile-num-layers", str(compile_num_layers)] if compile_num_layers > 1 else []
+    words += ["--enable-cuda-graph"] if enable_cuda_graph else []
     words += ["--global-batch-size", str(micro_batch * micro_batches)] if micro_batches > 1 else []
     words += ["--offload-optimizer", "cpu"] if offload_optimizer else []
     config = configuration_of(words, 1)

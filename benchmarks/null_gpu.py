@@ -4,7 +4,7 @@
     build/null_gpu/python benchmarks/null_gpu.py [--only CASE ...] [--output FILE.md]
 
 A case is a process of its own (`null_gpu_case.py`) that is the last rank of its layout; the other ranks are torch's
-fake process group.  Fourteen layouts are small models; three are GPT-2 with 124 million and 1.5 billion parameters,
+fake process group.  Fifteen layouts are small models; four are GPT-2 with 124 million and 1.5 billion parameters,
 compiled, of which the bytes are counted too that the memory-bound kernels of one block read and write, forward and
 backward.  U is the bytes of one activation [tokens, width] in bf16.  The exit status is 1 where a case fails or
 exceeds a limit.  benchmarks/README.md tells what these figures show and what they cannot.
@@ -67,6 +67,13 @@ CASES = (
     _small("data 4, stage 3, 2 micro-batches", 4, "--zero-stage 3 --global-batch-size 16", 609, 109),
     _small("data 2, stage 2, fp16", 2, "--zero-stage 2 --fp16 --global-batch-size 4", 306, 123),
     _small("data 2, stage 3, compiled", 2, "--zero-stage 3 --compile on --global-batch-size 4", 317, 119, 50.4),
+    _small(
+        "data 2, stage 2, 2 micro-batches, CUDA graphs",
+        2,
+        "--zero-stage 2 --compile on --enable-cuda-graph --global-batch-size 8",
+        273,
+        155,
+    ),
     _small("data 2, stage 1, fp8", 2, "--zero-stage 1 --fp8-format hybrid --global-batch-size 4", 610, 123),
     _small(
         "tensor 2 x data 2, stage 1", 4, f"{_TENSOR} --sequence-parallel --zero-stage 1 --global-batch-size 4", 380, 94
@@ -111,6 +118,13 @@ CASES = (
         774,
         21445,
         47.5,
+    ),
+    Case(
+        "GPT-2 124M, 64 samples, CUDA graphs",
+        1,
+        "--preset gpt2-124m --micro-batch-size 64 --bf16 --compile on --enable-cuda-graph",
+        296,
+        22000,
     ),
     Case(
         "GPT-2 1.5B, 16 samples, compiled",
@@ -273,9 +287,10 @@ def page(record: Mapping[str, Any]) -> list[str]:
     header = ["layout, last rank", "launches", "products of them", "copies", "waits", "peak, MiB", "a block, U"]
     words = (
         "Figures of one training step on the null GPU, which counts kernels and does not run them. Launches are"
-        " kernels, matrix products and copies, which include memory that is set; waits are synchronisations of the"
-        " host with the device; the peak is the caching allocator's; U is the bytes of an activation [tokens, width] in"
-        " bf16, and the column has what the memory-bound kernels of one block read and write, forward and backward,"
+        " kernels, matrix products and copies, which include memory that is set, and CUDA graphs, each as one; waits"
+        " are synchronisations of the host with the device; the peak is the caching allocator's, with what it counts as"
+        " free of the memory of CUDA graphs; U is the bytes of an activation [tokens, width] in bf16, and the column"
+        " has what the memory-bound kernels of one block read and write, forward and backward,"
         " attention's own left out, an operator of this project as one pass over its tensors (before 28 November 2026"
         " the passes that round to 8 bits did not count); of a block on several tensor ranks, its compiled parts alone."
         " No figure here is a time, and none was made on a GPU."

@@ -78,8 +78,9 @@ stated in the record. `build/null_gpu/python` runs any other program too:
 What it shows: exceptions, such as tensors on two devices or types without a kernel; synchronisations; launches;
 allocations and peaks; the kernels that are chosen and generated. What it cannot show: numbers, for whatever a kernel
 would have written is garbage or zero, so losses mean nothing and tests that compare them fail; seconds; races between
-streams; memory of NCCL and of kernels' own. NCCL, cuDNN, CUDA graphs and the profiler's kernels (CUPTI) do not run on
-it. Nothing seen on it was seen on a GPU."""
+streams; memory of NCCL and of kernels' own. NCCL, cuDNN and the profiler's kernels (CUPTI) do not run on it. A CUDA
+graph is recorded, waiting meanwhile is an error as on a GPU, and its launch is counted. Nothing seen on it was seen on
+a GPU."""
 
 
 class Section(NamedTuple):

@@ -2,7 +2,8 @@
 //
 // Memory is the host's, which is mapped and never touched; kernels and matrix products are logged and do nothing;
 // streams and events are empty.  All above is real: torch's dispatcher, its caching allocator, autograd, Inductor and
-// Triton.  What a kernel would have written is garbage or zero.  cuDNN, NCCL, CUPTI and CUDA graphs do not run on it.
+// Triton.  What a kernel would have written is garbage or zero.  While a stream is captured, what is launched is counted
+// for the graph and not logged; a graph's launch is logged with that number.  cuDNN, NCCL and CUPTI do not run on it.
 // `scripts/null_gpu.sh` builds it.
 #include <dlfcn.h>
 #include <driver_types.h>
@@ -45,6 +46,13 @@ static std::map<const void*, std::string>& kernel_names() {
     return *names;
 }
 
+// The number of each stream's capture, counted from 1, by stream; and what has been launched in the one under way.
+static std::map<cudaStream_t, unsigned long long>& captures() {
+    static auto* numbers = new std::map<cudaStream_t, unsigned long long>;
+    return *numbers;
+}
+static size_t num_captured = 0;
+
 static size_t used_bytes = 600u << 20;  // about what a context takes
 
 // True if an address lies in one of the blocks.  The caller holds the mutex.
@@ -64,7 +72,11 @@ extern "C" void null_gpu_log(const char* path) {
 
 extern "C" void null_gpu_note(const char* kind, const char* name, const char* detail) {
     std::lock_guard<std::mutex> guard(mutex);
-    if (log_file) fprintf(log_file, "%s|%s|%s\n", kind, name, detail);
+    if (!captures().empty() && (strchr("KPC", *kind) || !strcmp(kind, "MEMSET"))) {  // a kernel, a product or a copy
+        ++num_captured;
+    } else if (log_file) {
+        fprintf(log_file, "%s|%s|%s\n", kind, name, detail);
+    }
 }
 
 static void note_bytes(const char* kind, const char* name, size_t bytes) {
@@ -73,9 +85,11 @@ static void note_bytes(const char* kind, const char* name, size_t bytes) {
     null_gpu_note(kind, name, detail);
 }
 
+// Waiting is an error while a stream is captured, as on a GPU: nothing of what is waited for runs.
 static Error wait(const char* name) {
     null_gpu_note("SYNC", name, "");
-    return kOk;
+    std::lock_guard<std::mutex> guard(mutex);
+    return captures().empty() ? kOk : cudaErrorStreamCaptureUnsupported;
 }
 
 static Error launch(const void* kernel) {
@@ -274,14 +288,44 @@ Error cudaStreamDestroy(cudaStream_t) { return kOk; }
 Error cudaStreamQuery(cudaStream_t) { return kOk; }
 Error cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return kOk; }
 Error cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return kOk; }
-Error cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-    *status = cudaStreamCaptureStatusNone;
+Error cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                               cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto found = captures().find(stream);
+    bool is_captured = found != captures().end();
+    *status = is_captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    if (id) *id = is_captured ? found->second : 0;
     return kOk;
 }
-Error cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*,
-                               const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
-    *status = cudaStreamCaptureStatusNone;
-    if (id) *id = 0;
+Error cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+    return cudaStreamGetCaptureInfo(stream, status, nullptr, nullptr, nullptr, nullptr, nullptr);
+}
+Error cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    static unsigned long long last = 0;
+    std::lock_guard<std::mutex> guard(mutex);
+    if (!captures().empty()) return cudaErrorStreamCaptureUnsupported;
+    captures()[stream] = ++last;
+    num_captured = 0;
+    return kOk;
+}
+Error cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (!captures().erase(stream)) return cudaErrorIllegalState;
+    *graph = reinterpret_cast<cudaGraph_t>(new size_t(num_captured));
+    return kOk;
+}
+Error cudaGraphInstantiateWithFlags(cudaGraphExec_t* launched, cudaGraph_t graph, unsigned long long) {
+    *launched = reinterpret_cast<cudaGraphExec_t>(new size_t(*reinterpret_cast<size_t*>(graph)));
+    return kOk;
+}
+Error cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
+    note_bytes("GRAPH", "cudaGraphLaunch", *reinterpret_cast<size_t*>(graph));
+    return kOk;
+}
+Error cudaGraphDestroy(cudaGraph_t graph) { delete reinterpret_cast<size_t*>(graph); return kOk; }
+Error cudaGraphExecDestroy(cudaGraphExec_t graph) { delete reinterpret_cast<size_t*>(graph); return kOk; }
+Error cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* number) {
+    if (!nodes) *number = *reinterpret_cast<size_t*>(graph);
     return kOk;
 }
 Error cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return kOk; }

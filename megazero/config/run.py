@@ -92,6 +92,12 @@ class TrainingConfig:
         unit="layers",
         ge=1,
     )
+    enable_cuda_graph: bool = setting(
+        False,
+        help="record what every block's forward and backward launch on the GPU, in the first step, and repeat it by one"
+        " call of the host each; takes the memory of the blocks' gradients, and of an activation a block, besides."
+        " Unproven: no GPU has shown what it gains",
+    )
     train_tokens: int | None = setting(
         None,
         help="length of the run; beside train_iters or train_samples, the run ends at whichever comes first",

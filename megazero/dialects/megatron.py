@@ -405,7 +405,7 @@ REFUSED: Mapping[str, str] = _rows(
         ),
         ("settings are given anew; a saved run's resolved file can be given as --config", "use-checkpoint-args"),
         ("--finetune starts at step 0 with the parameters alone", "reset-iteration no-load-lr-state"),
-        ("kernels are not captured in graphs", "enable-cuda-graph cuda-graph-impl"),
+        ("passes of compiled blocks are recorded as CUDA graphs by --enable-cuda-graph", "cuda-graph-impl"),
         (
             "one backend carries all collectives; give --distributed-backend",
             "pipeline-model-parallel-comm-backend",

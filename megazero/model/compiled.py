@@ -94,9 +94,20 @@ def is_compiled(
 
 
 def check_compiler(
-    choice: str, device: torch.device, *, keeps_ledger: bool = False, cuts_rows: bool = False
+    choice: str,
+    device: torch.device,
+    *,
+    keeps_ledger: bool = False,
+    cuts_rows: bool = False,
+    records_passes: bool = False,
 ) -> Iterator[str]:
-    """Yield notices for the user before the run begins; raises ConfigError where compilation is impossible."""
+    """Yield notices for the user before the run begins; raises ConfigError where compilation is impossible.
+
+    records_passes: whether the passes of compiled blocks are recorded as CUDA graphs (`model/graphs.py`).
+    """
+    if records_passes and device.type != "cuda":
+        rule = f"CUDA graphs are of GPUs, and this run computes on the {device.type.upper()}"
+        raise ConfigError(Problem("--enable-cuda-graph", rule, "--device cuda, or leave out --enable-cuda-graph"))
     if keeps_ledger:
         if choice in ("on", "max"):
             raise ConfigError(compiled_under_ledger("a kept ledger", choice))
@@ -108,9 +119,12 @@ def check_compiler(
             yield "blocks are not compiled, which costs time and memory: a curriculum has rows of many lengths"
         return
     missing = lacking(device)
-    if choice in ("on", "max") and missing:
+    if missing and (choice in ("on", "max") or records_passes):
         rule = f"torch.compile builds its kernels on this machine, which lacks {missing}"
-        raise ConfigError(Problem(f"--compile {choice}", rule, "--compile off, or install it"))
+        given, without = f"--compile {choice}", "--compile off"
+        if records_passes:
+            given, without = f"--enable-cuda-graph {given}", f"{without} without --enable-cuda-graph"
+        raise ConfigError(Problem(given, rule, f"{without}, or install it"))
     if choice == "max" and device.type == "cuda":
         yield "--compile max: kernels are timed in the first step, which takes minutes"
     elif choice == "max":

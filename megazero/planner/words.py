@@ -156,7 +156,11 @@ def read_run(words: Sequence[str], nodes: Nodes) -> Wanted:
     raise_problems(
         TopologyError, problems_of_placement(layout, nodes, config.parallel.allow_tensor_parallel_across_nodes)
     )
-    return Wanted(config, vocabulary(config), nodes, resolved.notices)
+    notices = resolved.notices
+    if config.training.enable_cuda_graph:
+        beside = "the blocks' gradients and a block's temporaries of backward"
+        notices = (*notices, f"--enable-cuda-graph: the plan leaves out the memory of recorded passes, {beside}")
+    return Wanted(config, vocabulary(config), nodes, notices)
 
 
 def made_up(words: Sequence[str]) -> list[str]:

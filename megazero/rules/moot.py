@@ -705,6 +705,11 @@ RUN: tuple[Row[RunConfig], ...] = (
     Row(("attention_backend",), _kernel_is_not_there, {"device": "cuda"}),
     Row(("compile_num_layers",), _no_graph_has_several_blocks),
     Row(
+        ("enable_cuda_graph",),
+        lambda c: "a CPU records no launches" if c.parallel.device == "cpu" else "",
+        {"device": "cuda"},
+    ),
+    Row(
         ("fp8_cache_weights", *_DELAYED),
         lambda c: "" if c.precision.fp8_format else "no product is of 8-bit numbers",
         {"fp8_format": "hybrid"},

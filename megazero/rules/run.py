@@ -291,6 +291,49 @@ def timed_kernels_differ(config: RunConfig, world_size: int) -> Iterator[Problem
         )
 
 
+def recorded_passes_stay_in_place(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Yield problems of runs in which a block's recorded passes would read or write where nothing of theirs is."""
+    training, parallel, zero = config.training, config.parallel, config.zero
+    if not training.enable_cuda_graph:
+        return
+    given = "--enable-cuda-graph"
+    if training.compile == "off":
+        yield Problem(f"{given} --compile off", "the passes of compiled blocks are recorded", "--compile on")
+    if config.logging.ledger or config.logging.ledger_limit is not None:
+        rule = "a ledger watches operations, which a recorded pass repeats unseen"
+        yield Problem(f"{given} with a ledger", rule, "leave out --ledger and --ledger-limit")
+    for name, size in (
+        ("tensor", parallel.tensor_model_parallel_size),
+        ("pipeline", parallel.pipeline_model_parallel_size),
+    ):
+        if size > 1:
+            rule = (
+                "collectives within a block are called by the host"
+                if name == "tensor"
+                else "a recorded pass has one micro-batch, and pipelines have several under way"
+            )
+            flag = f"--{name}-model-parallel-size"
+            yield Problem(f"{given} {flag} {size}", rule, f"{flag} 1")
+    if zero.zero_stage == 3:
+        rule = "recorded passes read parameters where they were, and stage 3 gathers them anew for each use"
+        yield Problem(f"{given} --zero-stage 3", rule, "--zero-stage 2")
+    if config.activations.recompute_granularity != "none":
+        given_too = f"{given} --recompute-granularity {config.activations.recompute_granularity}"
+        rule = "what a recorded forward saves has a place of its own, so recomputing it frees nothing"
+        yield Problem(given_too, rule, f"--recompute-granularity none, or leave out {given}")
+    if config.precision.fp8_format is not None:
+        rule = "the host chooses where 8-bit products find scales and weights, in every pass"
+        yield Problem(f"{given} --fp8-format {config.precision.fp8_format}", rule, f"leave out {given} or --fp8-format")
+    for flag, is_given in (
+        ("--reset-position-ids", config.data.reset_position_ids),
+        ("--reset-attention-mask", config.data.reset_attention_mask),
+        ("--curriculum-learning", config.curriculum.curriculum_learning),
+    ):
+        if is_given:
+            rule = "a recorded pass has the length, positions and mask of the micro-batch that it was recorded with"
+            yield Problem(f"{given} {flag}", rule, f"leave out {given} or {flag}")
+
+
 def ledger_watches_uncompiled_blocks(config: RunConfig, world_size: int) -> Iterator[Problem]:
     limit = config.logging.ledger_limit
     choice = config.training.compile
@@ -658,6 +701,7 @@ RULES: tuple[Rule, ...] = (
     flash_takes_no_mask,
     deterministic_attention_is_not_cudnns,
     ledger_watches_uncompiled_blocks,
+    recorded_passes_stay_in_place,
     timed_kernels_differ,
     timed_hops_differ,
     flash3_drops_nothing,

@@ -44,6 +44,7 @@ from megazero.memory.host import retain_freed_memory, return_freed_memory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.model.compiled import compile_blocks, is_compiled, parameters_of_parts
 from megazero.model.gpt import GPT, INPUT_AND_OUTPUT
+from megazero.model.graphs import record_blocks
 from megazero.model.initial_values import initial_value
 from megazero.optim.configured import make_optimizer, patterns_of, saved_kinds
 from megazero.optim.loss_scaler import LossScaler
@@ -216,6 +217,9 @@ def build_components(
     engine = _build_engine(config, model, mesh, buffers, ledger, timers, compiles=compiles)
     searches = config.training.compile == "max"
     compiled = compile_blocks(model, as_a_whole=tp.within_compiled, searches=searches) if compiles else None
+    if compiled is not None and config.training.enable_cuda_graph:
+        record_blocks(model)
+        compiled += ", recorded as CUDA graphs"
     if config.precision.fp8_format is not None:
         give_own_products(linear_layers(model.layers.values()))
     weights = _quantised_weights(config, model, engine)

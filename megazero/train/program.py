@@ -49,6 +49,7 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs, decide: Decid
             device,
             keeps_ledger=keeps_ledger,
             cuts_rows=config.curriculum.curriculum_learning,
+            records_passes=config.training.enable_cuda_graph,
         ),
     )
     for notice in notices:

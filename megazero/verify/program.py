@@ -37,7 +37,12 @@ def verify_layout(
     check_attention(config.training.attention_backend, device)
     decision = decide_first(config, None, device, launch, decide)
     use_cpu_threads(parallel.cpu_threads, launch, device)
-    compiler = check_compiler(config.training.compile, device, cuts_rows=config.curriculum.curriculum_learning)
+    compiler = check_compiler(
+        config.training.compile,
+        device,
+        cuts_rows=config.curriculum.curriculum_learning,
+        records_passes=config.training.enable_cuda_graph,
+    )
     for notice in (*use_deterministic_mode(config, device), *compiler):
         Console(launch.rank).line(notice)
     joining = derived.join_limit_minutes(config.limits)

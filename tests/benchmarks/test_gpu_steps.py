@@ -42,6 +42,17 @@ def test_steps_agree_with_float64_on_the_cpu(precision: str, stage: int, compile
     assert are_close(found, PRECISIONS[precision]), found
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_recorded_passes_give_the_bits_of_those_that_are_launched(stage: int, precision: str) -> None:
+    gpu = bench("cuda")
+    words = [*small(gpu), *PRECISIONS[precision].words.split(), "--compile", "on", "--zero-stage", str(stage)]
+    words += ["--hidden-dropout", "0.1", "--deterministic-mode"]
+    launched, recorded = three_steps(gpu, words), three_steps(gpu, [*words, "--enable-cuda-graph"])
+    assert recorded[0] == launched[0] and torch.equal(recorded[1], launched[1])
+
+
 def cases_of(phase: str, device: str, output: Path) -> dict[str, Any]:
     """Return the cases of a phase that has run in a process of its own, all of them right."""
     command = [sys.executable, str(PHASES), phase, "{}", "--device", device, "--output", str(output)]

@@ -310,6 +310,8 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path:
             list(check_compiler(choice, CPU))
     assert list(check_compiler("auto", CPU)) == list(check_compiler("off", GPU)) == []
     assert "not compiled" in "".join(check_compiler("auto", GPU)) and not is_compiled("auto", GPU)
+    with pytest.raises(ConfigError, match=r"--enable-cuda-graph --compile auto\n.*lacks a C compiler"):
+        list(check_compiler("auto", GPU, records_passes=True))
 
 
 def test_a_machine_without_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -340,6 +342,13 @@ def test_what_is_built_with_a_ledger_is_not_compiled() -> None:
 @needs_compiler
 def test_a_machine_with_all_of_it() -> None:
     assert list(check_compiler("on", CPU)) == [] and is_compiled("on", CPU) and not is_compiled("auto", CPU)
+
+
+@needs_compiler
+def test_passes_are_recorded_on_gpus_alone() -> None:
+    assert list(check_compiler("on", GPU, records_passes=True)) == []
+    with pytest.raises(ConfigError, match=r"--enable-cuda-graph\n.* computes on the CPU"):
+        list(check_compiler("on", CPU, records_passes=True))
 
 
 def test_timed_kernels_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,11 @@ def test_what_a_plan_decides_is_left_open() -> None:
     assert wanted.config.activations.partition_activations == "auto"
 
 
+def test_what_a_plan_leaves_out_is_said() -> None:
+    (notice,) = read_run([*RUN, "--device", "cuda", "--enable-cuda-graph"], Nodes((1,))).notices
+    assert notice.startswith("--enable-cuda-graph: the plan leaves out the memory of recorded passes")
+
+
 def refusal(words: Sequence[str]) -> str:
     """Return the message that a command line is refused with."""
     with pytest.raises(UserError) as caught:

@@ -193,6 +193,7 @@ RUN_CASES = (
     Case("compile_num_layers", 2, ERROR, PARALLEL, {"compile": "on"}),
     Case("compile_num_layers", 2, ERROR, {"recompute_granularity": "selective"}, {"compile": "on"}),
     Case("compile_num_layers", 2, ERROR, FULL, {**FULL, "recompute_num_layers": 2}),
+    Case("enable_cuda_graph", True, ERROR, {"device": "cpu"}, {"device": "cuda"}),
     Case("attention_backend", "flash3", NOTICE, {"device": "cpu"}, {"device": "cuda"}),
     Case("fp8_cache_weights", True, ERROR, BF16, FP8),
     Case("fp8_cache_weights", True, ERROR, {**FP8, **DELAYED, **STAGE_3}, {**FP8, **DELAYED}),

@@ -284,7 +284,8 @@ def _build(dry: DryRank, job: DryJob) -> RunComponents:
     """Make the mesh and the components of a run; its device's defaults stand for settings that are left out."""
     activations = job.config.activations
     nbytes = activations.logits_chunk_bytes or LOGITS_CHUNK_BYTES["cuda" if job.is_gpu else "cpu"]
-    config = replace(job.config, activations=replace(activations, logits_chunk_bytes=nbytes))
+    training = replace(job.config.training, enable_cuda_graph=False)  # no device is there to record what it launches
+    config = replace(job.config, training=training, activations=replace(activations, logits_chunk_bytes=nbytes))
     mesh, buffers = dry.mesh()
     size, ledger = job.vocab_size, dry.ledger
     core = build_components(config, mesh, buffers, vocab_size=size, ledger=ledger, compiles=job.compiles)
