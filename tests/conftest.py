@@ -19,6 +19,9 @@ import pytest
 from hypothesis import settings
 from support.disks import skipped_fsync
 
+# What is imported stays: passes of the garbage collector over it take a second, until the tests begin.
+gc.disable()
+
 # What is written is to outlive the process, which it does without fsync; that it outlives the machine, no test can see.
 # Waiting for disks took up to two thirds of the time of tests that save.  What needs the disk itself calls fdatasync.
 os.fsync = skipped_fsync
@@ -89,6 +92,7 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
