@@ -22,11 +22,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megazero.memory.ledger import Ledger
-from megazero.planner.dry.hollow import tensors_in
+from megazero.planner.dry.hollow import Hollow, tensors_in
 from megazero.planner.dry.recorder import Recorder
 from megazero.zero.parameters.frames import call_on_gradient
 
@@ -59,12 +58,11 @@ class _Rounded:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
 
 
-class FusedCode(TorchDispatchMode):
-    """The compiled code of a dry rank; entered inside of hollow tensors."""
+class FusedCode:
+    """The compiled code of a dry rank; entered inside of its hollow tensors."""
 
-    def __init__(self, ledger: Ledger, recorder: Recorder) -> None:
-        TorchDispatchMode.__init__(self)
-        self._ledger, self._recorder = ledger, recorder
+    def __init__(self, ledger: Ledger, recorder: Recorder, hollow: Hollow) -> None:
+        self._ledger, self._recorder, self._hollow = ledger, recorder, hollow
         self._is_inside = False
         self._passing: dict[int, _Passing] = {}
         self._columns: dict[int, tuple[_Storage, Tensor]] | None = None  # in a forward, of inputs that are rounded
@@ -72,19 +70,13 @@ class FusedCode(TorchDispatchMode):
         self._changed: list[Tensor] = []  # of what it has been given
         self._contexts = ExitStack()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled in a dry run, and torch's guard takes longer than most operations."""
-        return False
-
     def __enter__(self) -> Self:
         self._contexts.enter_context(patch.object(torch, "compile", self._compiled))
         self._contexts.enter_context(patch.object(torch.compiler, "is_compiling", lambda: self._is_inside))
-        TorchDispatchMode.__enter__(self)
+        self._contexts.enter_context(patch.object(self._hollow, "through", self._operation))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        TorchDispatchMode.__exit__(self, *exc)
         self._contexts.close()
 
     def _compiled(self, function: Callable[..., Any], **_options: Any) -> Callable[..., Any]:
@@ -115,11 +107,9 @@ class FusedCode(TorchDispatchMode):
 
         return call
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def _operation(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         if not self._is_inside:
-            return func(*args, **(kwargs or {}))
+            return self._hollow.run(func, args, kwargs)
         inputs = [*tensors_in((*args, *(kwargs or {}).values()))]
         name, rounds = func._schema.name.partition("::")[2], func.namespace == _ROUNDING
         before = self._passing.get(_key(inputs[0])) if rounds else None
@@ -132,7 +122,7 @@ class FusedCode(TorchDispatchMode):
         for tensor in inputs:
             self._count(tensor)
         with self._set(inside=False):
-            result = func(*args, **(kwargs or {}))
+            result = self._hollow.run(func, args, kwargs)
         if rounds and self._columns is not None and result[1].numel():
             self._columns[_key(inputs[0])] = _Storage(inputs[0].untyped_storage()), result[1]
         return result
@@ -144,7 +134,7 @@ class FusedCode(TorchDispatchMode):
         given = {_key(tensor): tensor.untyped_storage() for tensor in inputs}
         sources = tuple(self._passing.get(key) or _Storage(storage) for key, storage in given.items())
         most = max((tensor.numel() for tensor in inputs), default=0)
-        result = func(*args, **(kwargs or {}))
+        result = self._hollow.run(func, args, kwargs)
         for tensor in tensors_in([result]):
             if self._is_one_pass and func._schema.is_mutable and self._ledger.counts(tensor):
                 self._changed.append(tensor)

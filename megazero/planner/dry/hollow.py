@@ -115,8 +115,11 @@ class Hollow(TorchDispatchMode):
     """A dispatch mode in which tensors are hollow; modes that are entered later see the same operations.
 
     resized: called with a hollow storage whose bytes have changed by `resize_` of the storage itself.
-    done: called with every operation, its arguments and its result.  A mode that is entered later would do, but torch's
-    way from one mode to the next takes as long as what is done in one.
+    done: called with every operation, its arguments and its result.
+    through: called with every operation in place of `run`, which it calls in turn.
+
+    A mode that is entered later would do for both, but torch's way from one mode to the next takes as long as what is
+    done in one.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class Hollow(TorchDispatchMode):
             given, rule = f"torch {torch.__version__}", "a dry run moves storages by a function that this version lacks"
             raise UsageError(Problem(given, rule, "torch 2.13, here or on any machine, with or without a GPU"))
         TorchDispatchMode.__init__(self)
+        self.through: Callable[[Any, tuple[Any, ...], Mapping[str, Any] | None], Any] | None = None
         self._resized, self._done = resized, done
         self._reserved: tuple[mmap.mmap, ...] = ()
         self._regions: list[range] = []  # of addresses
@@ -160,6 +164,10 @@ class Hollow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        return self.run(func, args, kwargs) if self.through is None else self.through(func, args, kwargs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+        """Run an operation on hollow tensors, and show it."""
         if self._done is None:
             return self._run(func, args, kwargs)
         with _NoSubclass():  # a subclass has seen the call already, if it was Python's

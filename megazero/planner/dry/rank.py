@@ -172,7 +172,7 @@ class RankRecord(NamedTuple):
 @contextmanager
 def dry_tensors(
     ledger: Ledger | None = None, operators: Operators | None = None, recorder: Recorder | None = None
-) -> Iterator[None]:
+) -> Iterator[Hollow]:
     """Make all tensors hollow inside, and draw no initial values, for which parameters have no memory.
 
     ledger: the one that counts them, which is called where a storage is resized.  operators: those found so far.
@@ -181,7 +181,7 @@ def dry_tensors(
     done = None if recorder is None else recorder.operation_done
     hollow = Hollow(operators=operators) if ledger is None else Hollow(ledger.storage_resized, operators, done)
     with hollow, patch.object(initial_values, "_slices", lambda spec, seed, threads: ()):
-        yield
+        yield hollow
 
 
 class DryRank:
@@ -199,11 +199,11 @@ class DryRank:
         self.recorder = Recorder(self.ledger, job.topology, rank, job.nodes, is_gpu=job.is_gpu, operators=operators)
         self.homes = DryHomes(self.recorder)
         attention = kernels(is_gpu=job.is_gpu, attention=job.attention_backend)
-        tensors = dry_tensors(self.ledger, operators, self.recorder)
-        for context in (tensors, attention, self.homes.installed()):
-            stack.enter_context(context)
+        hollow = stack.enter_context(dry_tensors(self.ledger, operators, self.recorder))
+        stack.enter_context(attention)
+        stack.enter_context(self.homes.installed())
         if job.compiles:
-            stack.enter_context(FusedCode(self.ledger, self.recorder))
+            stack.enter_context(FusedCode(self.ledger, self.recorder, hollow))
         self.records: dict[Part, PartRecord] = {}
 
     def mesh(self, *, wires: Wires | None = None) -> tuple[Mesh, FusedBuffers]:
