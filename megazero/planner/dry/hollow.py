@@ -41,16 +41,17 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 _VIEWS = frozenset(["_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"])
 
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
 # Operators whose results have the same form on every device, beside those that work element by element: what most
-# operations of a step are.  Others (a norm's statistics, a decomposition) have strides or dtypes by the device.
+# operations of a step are.  Others (a group norm's statistics, a decomposition) have strides or dtypes by the device.
 _OF_ANY_DEVICE = frozenset([
     "_fused_adamw_", "_linear_pointwise", "_softmax", "_softmax_backward_data",
     "_to_copy", "addmm", "addmm_", "all", "amax", "amin", "arange",
     "baddbmm", "baddbmm_", "bernoulli_", "bmm", "cat", "copy_", "embedding", "embedding_dense_backward",
     "empty", "empty_like", "fill_", "full", "full_like", "gather", "linalg_vector_norm", "masked_fill_", "max",
-    "mean", "min", "mm", "native_dropout", "native_layer_norm_backward", "new_empty", "new_zeros", "normal_",
-    "ones", "ones_like", "scalar_tensor", "scatter_add_", "select_backward", "slice_backward", "stack", "sum",
-    "tril", "triu", "uniform_", "zero_", "zeros", "zeros_like",
+    "mean", "min", "mm", "native_dropout", "native_layer_norm", "native_layer_norm_backward", "new_empty",
+    "new_zeros", "normal_", "ones", "ones_like", "scalar_tensor", "scatter_add_", "select_backward", "slice_backward",
+    "stack", "sum", "tril", "triu", "uniform_", "zero_", "zeros", "zeros_like",
 ])  # fmt: skip
 _NUMBER = "_local_scalar_dense"  # tensor.item()
 _SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"  # of tensors that are there
@@ -393,7 +394,7 @@ def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     given, named = tree_map_only(Tensor, _meta, (tuple(args), dict(kwargs)))
     if device is not None or not tensors:
         named["device"] = _META
-    return given, named, func(*given, **named)
+    return given, named, _as_computed(func, given, func(*given, **named))
 
 
 def _meta(tensor: Tensor) -> Tensor:
@@ -401,11 +402,18 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _as_computed(func: Any, given: Sequence[Any], result: Any) -> Any:
-    """Return what an operator returns where torch's fake one has another dtype: statistics of a batch are in fp32."""
+    """Return what an operator returns where torch's fake and meta tensors have another dtype, as norms' statistics do.
+
+    A batch's are in the dtype of its running mean, a row's in that of the weight; in the input's if there is none.
+    """
     if func is _BATCH_NORM and given[3] is not None:
-        output, *statistics = result
-        return (output, *[each.to(given[3].dtype) for each in statistics])
-    return result
+        dtype = given[3].dtype
+    elif func is _LAYER_NORM:
+        dtype = (given[0] if given[2] is None else given[2]).dtype
+    else:
+        return result
+    output, *statistics = result
+    return (output, *[each.to(dtype) for each in statistics])
 
 
 def _form(tensor: Tensor, device: torch.device) -> _Form:

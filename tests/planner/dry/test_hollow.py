@@ -72,6 +72,7 @@ def block() -> Tensor:
     x = torch.randn(2, 3, 8, 4, dtype=torch.bfloat16, requires_grad=True)
     y = F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).reshape(2, 8, 12)
     norm = nn.LayerNorm(12, dtype=torch.bfloat16)
+    nn.LayerNorm(12)(y.detach()) + F.layer_norm(y.detach(), (12,))
     z = F.dropout(F.gelu(norm(y), approximate="tanh"), 0.25).float()
     F.cross_entropy(z.view(-1, 12), torch.zeros(16, dtype=torch.int64)).backward()
     return z
