@@ -18,10 +18,10 @@ from megazero.owner import ProcessState, process_start, process_state
 _INTERVAL_SECONDS = 1.0
 
 
-def kill_when_suspended(seconds: float) -> "subprocess.Popen[bytes] | None":
+def kill_when_suspended(seconds: float, *, every: float = _INTERVAL_SECONDS) -> "subprocess.Popen[bytes] | None":
     """Start a process that kills this one once it has been stopped for `seconds`, and ends when this one has ended.
 
-    Returns None where the system does not publish the states of processes.
+    every: the seconds between two looks at it.  Returns None where the system does not publish the states of processes.
     """
     pid, started = os.getpid(), process_start(os.getpid())
     if started is None:
@@ -29,11 +29,11 @@ def kill_when_suspended(seconds: float) -> "subprocess.Popen[bytes] | None":
     folder = str(Path(megazero.__file__).parents[1])
     program = f"import sys; sys.path.insert(0, {folder!r}); from {__name__} import watch; "
     # Without site-packages and the environment's additions, python starts in some 30 ms and takes 15 MB.
-    words = [sys.executable, "-S", "-E", "-c", f"{program} watch({pid}, {started}, {seconds})"]
+    words = [sys.executable, "-S", "-E", "-c", f"{program} watch({pid}, {started}, {seconds}, every={every})"]
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-def watch(pid: int, started: int, seconds: float) -> None:
+def watch(pid: int, started: int, seconds: float, *, every: float) -> None:
     """Look at a process until it has ended; kill it once it has been stopped for so long without a break."""
     stopped_since: float | None = None
     while (state := process_state(pid, started)) is not ProcessState.GONE:
@@ -42,4 +42,4 @@ def watch(pid: int, started: int, seconds: float) -> None:
         if stopped_since is not None and now - stopped_since >= seconds:
             os.kill(pid, signal.SIGKILL)
             return
-        time.sleep(min(_INTERVAL_SECONDS, seconds))
+        time.sleep(every)
