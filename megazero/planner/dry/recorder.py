@@ -4,6 +4,7 @@ The recorder is shown every operation (`hollow.py`), and shows it to the ledger 
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -82,7 +83,8 @@ class Recorder:
         self._lines: list[tuple[CodeType, int] | None] = []  # codes, and places in them
         self._watching: dict[str, bool] = {}  # files, and whether they are torch's or of what watches
         self._action: Kind | None = None
-        self._arriving: dict[int, int] = {}  # storages that a copy is on its way to, and the copy's number
+        # By key, storages that a copy is on its way to, and the copy's number; another storage may get the key.
+        self._arriving: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._last_kernel = -1  # the number of the part's last kernel
         self.is_beside = False
         """True while what is recorded runs on a thread beside the step."""
@@ -202,15 +204,16 @@ class Recorder:
             target, source = inputs
             if target.dtype != source.dtype:  # the host converts first, and what travels is in the target's format
                 self._add_kernel(operation, "host")
-            self._arriving[target.untyped_storage()._cdata] = len(self._events)
+            storage = target.untyped_storage()
+            self._arriving[storage._cdata] = weakref.ref(storage), len(self._events)
             self._events.append(Copy("store" if on_host[0] else "load", target.nbytes, self._where()))
             return
         home: Home = "host" if any(on_host) else "device"
         if self._arriving:
             for tensor in inputs:
-                number = self._arriving.pop(tensor.untyped_storage()._cdata, None)
-                if number is not None:
-                    self._events.append(TraceWait(number, "host" if home == "host" else self._waits_on))
+                found = self._arriving.pop(tensor.untyped_storage()._cdata, None)
+                if found is not None and found[0]() is not None:
+                    self._events.append(TraceWait(found[1], "host" if home == "host" else self._waits_on))
         self._add_kernel(operation, home)
 
     def _add_kernel(self, operation: Any, home: Home) -> None:
