@@ -55,7 +55,7 @@ from megazero.planner.calibration.links import link_across, overlap_cost
 from megazero.planner.calibration.machine import measured
 from megazero.planner.dry.rank import DryJob
 from megazero.planner.hardware import Hardware, read_hardware, to_yaml
-from megazero.planner.job_plan import make_plan
+from megazero.planner.job_plan import DryRuns
 from megazero.planner.predict import forecast_of
 from megazero.planner.seconds import StepTime
 from megazero.train.start.check import topology
@@ -254,17 +254,17 @@ def _meter(place: Place, quick: bool) -> tuple[measuring.GroupStopwatch, Mesh]:
     return measuring.GroupStopwatch(here, effort), mesh
 
 
-def predicted(drawn: Drawn, machine: Hardware) -> StepTime:
-    """Return the predicted times of a step of a layout."""
+def predicted(drawn: Drawn, machine: Hardware, runs: DryRuns) -> StepTime:
+    """Return the predicted times of a step of a layout.  runs: the dry runs so far."""
     config = configuration_of(drawn.words, drawn.machine.processes)
     assert config.model.vocab_size is not None
     job = DryJob(config, config.model.vocab_size, drawn.machine.nodes, is_gpu=False)
-    return forecast_of(make_plan(job, machine, parts=("start-up", "first step", "steady step"))).step
+    return forecast_of(runs.plan(job, machine, parts=("start-up", "first step", "steady step"))).step
 
 
 def prediction(drawn: Drawn, machine: Hardware) -> Record:
     """Return the record of a layout's prediction."""
-    found = predicted(drawn, machine)
+    found = predicted(drawn, machine, DryRuns())
     figures = {"seconds": found.seconds, "shares": found.shares(), "binding": found.binding}
     return {**figures, **drawn.machine._asdict(), "layout": " ".join(drawn.words)}
 

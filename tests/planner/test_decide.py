@@ -195,8 +195,8 @@ def _seconds(plan: Plan) -> float:
     return forecast_of(plan).step.seconds
 
 
-def test_what_is_given_is_planned_as_it_is() -> None:
-    chosen = choose(_job({"recompute_granularity": "selective"}), MACHINES["dgx-a100"])
+def test_what_is_given_is_planned_as_it_is(runs: DryRuns) -> None:
+    chosen = choose(_job({"recompute_granularity": "selective"}), MACHINES["dgx-a100"], runs)
     assert chosen.reasons == () and _values(chosen.plan.job.config) == ("selective", False, False)
 
 
