@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from megazero.errors import Problem, UsageError
 
@@ -194,15 +193,7 @@ class Hollow(TorchDispatchMode):
         if manner.given:
             found = [(kwargs or {})[place] if isinstance(place, str) else args[place] for place in manner.given]
             return found[0] if len(found) == 1 else tuple(found)
-        return self._made(result)
-
-    def _made(self, result: Any) -> Any:
-        """Return a result with a tensor in place of every form; messages have lists of tensors in a tuple."""
-        if type(result) is _Form:
-            return self._tensor(result)
-        if type(result) is list or type(result) is tuple:
-            return type(result)([self._made(one) for one in result])
-        return result
+        return _replaced(result, _Form, self._tensor)
 
     def _result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
         """Return what an operator returns for arguments of these forms, with a form in place of every tensor.
@@ -217,11 +208,11 @@ class Hollow(TorchDispatchMode):
             legal = "an out= of the result's shape, or none"
             raise UsageError(Problem(f"{func}, which changes the shape of what it is given", rule, legal))
         is_small = all(one.numel() <= 1 for one in tensors_in([result]))
-        return tree_map_only(Tensor, lambda one: _form(one, one.device if found is None else _CPU), result), is_small
+        return _replaced(result, Tensor, lambda one: _form(one, one.device if found is None else _CPU)), is_small
 
     def _on_fake(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         """Return fake tensors in place of the arguments, and what the operator returns for them."""
-        given, named = tree_map_only(Tensor, self._fake, (tuple(args), dict(kwargs)))
+        given, named = _in_place_of(self._fake, args, kwargs)
         with self._mode:
             return given, named, _as_computed(func, given, func(*given, **named))
 
@@ -380,6 +371,28 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def _replaced(value: Any, kind: type, made: Callable[[Any], Any]) -> Any:
+    """Return a value with what is made of it in place of everything of a kind, also in lists and tuples.
+
+    Arguments and results of operators have no other containers, and the function of torch for all of them takes longer
+    than most operators do on meta tensors.
+    """
+    if isinstance(value, kind):
+        return made(value)
+    if type(value) is list or type(value) is tuple:
+        return type(value)([_replaced(one, kind, made) for one in value])
+    return value
+
+
+def _in_place_of(
+    made: Callable[[Tensor], Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an operator with what is made of a tensor in place of every tensor."""
+    return _replaced(tuple(args), Tensor, made), {
+        name: _replaced(value, Tensor, made) for name, value in kwargs.items()
+    }
+
+
 def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any] | None:
     """Return meta tensors in place of arguments on the CPU, and what the operator returns for them.
 
@@ -391,7 +404,7 @@ def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         return None
     if device not in (None, _CPU) or any(one.is_meta for one in tensors):
         return None
-    given, named = tree_map_only(Tensor, _meta, (tuple(args), dict(kwargs)))
+    given, named = _in_place_of(_meta, args, kwargs)
     if device is not None or not tensors:
         named["device"] = _META
     return given, named, _as_computed(func, given, func(*given, **named))
