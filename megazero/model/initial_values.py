@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -36,11 +36,20 @@ def output_init(config: ModelConfig) -> InitialValue:
 
 
 class _Slice(NamedTuple):
-    """The rows of one block that this rank holds."""
+    """Successive rows of one block that this rank holds, one behind the other."""
 
     block: Tensor  # [rows of the block, columns], all of it
-    rows: Tensor  # the indices of those of its rows that are held here
-    local_rows: Tensor  # the row of the local tensor for each
+    rows: slice  # those of its rows
+    local_rows: slice  # the rows of the local tensor for them
+
+
+class _Run(NamedTuple):
+    """Successive logical rows within one block, which are successive rows of the local tensor too."""
+
+    block: int
+    start: int  # the first one's number in the block
+    local_start: int
+    length: int
 
 
 def initialize_(model: nn.Module, seed: int) -> None:
@@ -62,43 +71,55 @@ def fill_initial_(target: Tensor, spec: ParamSpec, seed: int) -> None:
     target.zero_()
     if target.is_meta or spec.init.kind == "zeros":
         return
-    box = spec.box
     local = target.view(-1, spec.local_shape[-1])
-    first, width = box.offset[-1], box.lengths[-1]
+    first, width = spec.box.offset[-1], spec.box.lengths[-1]
     # A GPU has many of the host's cores to itself.  What is drawn is the same by one thread and by many.
     threads = torch.get_num_threads() if target.is_cuda else 1
     for block, rows, local_rows in _slices(spec, seed, threads):
-        for taken, written in zip(*(_runs(numbers, rows, local_rows) for numbers in (rows, local_rows)), strict=True):
-            local[written, :width].copy_(block[taken, first : first + width])
-
-
-def _runs(numbers: Tensor, *both: Tensor) -> Iterator[slice]:
-    """Yield the runs of successive numbers, cut wherever one of `both`, as many numbers, is not successive."""
-    cuts = [
-        0,
-        *(torch.stack([each.diff() != 1 for each in both]).any(0).nonzero().flatten() + 1).tolist(),
-        len(numbers),
-    ]
-    for start, end in pairwise(cuts):
-        yield slice(int(numbers[start]), int(numbers[start]) + end - start)
+        local[local_rows, :width].copy_(block[rows, first : first + width])
 
 
 def _slices(spec: ParamSpec, seed: int, threads: int) -> Iterator[_Slice]:
-    """Yield the blocks that touch this rank's box, one after the other, while `threads` draw those that follow."""
-    columns = spec.full_shape[-1]
-    num_rows = math.prod(spec.full_shape[:-1])
+    """Yield the rows of this rank's box, block after block, while `threads` draw the blocks that follow."""
+    columns, num_rows = spec.full_shape[-1], math.prod(spec.full_shape[:-1])
     height = max(1, BLOCK_NUMEL // columns)
-    logical = _row_numbers(spec.box.offset[:-1], spec.box.lengths[:-1], spec.full_shape[:-1])
-    local = _row_numbers((0,) * (len(spec.full_shape) - 1), spec.box.lengths[:-1], spec.local_shape[:-1])
-    owner = logical // height
+    runs: dict[int, list[_Run]] = {}
+    for run in _runs(spec, height):
+        runs.setdefault(run.block, []).append(run)
 
     def draw(index: int) -> Tensor:
         return _draw(spec, seed, index, (min(height, num_rows - index * height), columns))
 
-    numbers = torch.unique(owner).tolist()
-    for index, block in zip(numbers, _ahead(draw, numbers, threads), strict=True):
-        here = owner == index
-        yield _Slice(block, logical[here] - index * height, local[here])
+    for held, block in zip(runs.values(), _ahead(draw, [*runs], threads), strict=True):
+        for _, start, local_start, length in held:
+            yield _Slice(block, slice(start, start + length), slice(local_start, local_start + length))
+
+
+def _runs(spec: ParamSpec, height: int) -> Iterator[_Run]:
+    """Yield the runs of rows of this rank's box, in the order of the logical rows, cut between blocks of `height`."""
+    full, local, offset, lengths = spec.full_shape[:-1], spec.local_shape[:-1], spec.box.offset, spec.box.lengths
+    dims = len(full)  # the first ones select a run; the others lie in it, where all but one are whole and not padded
+    length = 1
+    while dims and length == math.prod(full[dims:]) == math.prod(local[dims:]):
+        dims -= 1
+        length *= lengths[dims]
+    for indices in product(*map(range, lengths[:dims])):
+        begins = [base + index for base, index in zip(offset, indices, strict=False)]
+        start = _row_number((*begins, *offset[dims:-1]), full)
+        local_start = _row_number((*indices, *(0 for _ in full[dims:])), local)
+        end = start + length
+        while start < end:
+            taken = min(end, (start // height + 1) * height) - start
+            yield _Run(start // height, start % height, local_start, taken)
+            start, local_start = start + taken, local_start + taken
+
+
+def _row_number(indices: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the row-major number of a row within `shape`."""
+    number = 0
+    for index, size in zip(indices, shape, strict=True):
+        number = number * size + index
+    return number
 
 
 def _ahead(draw: Callable[[int], Tensor], numbers: Sequence[int], threads: int) -> Iterator[Tensor]:
@@ -113,14 +134,6 @@ def _ahead(draw: Callable[[int], Tensor], numbers: Sequence[int], threads: int) 
             if place + 2 * threads < len(numbers):
                 ahead.append(pool.submit(draw, numbers[place + 2 * threads]))
             yield block
-
-
-def _row_numbers(offset: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """Return row-major numbers, within `shape`, of the rows of a box, in the box's own order."""
-    numbers = torch.zeros(1, dtype=torch.int64)
-    for start, length, size in zip(offset, lengths, shape, strict=True):
-        numbers = (numbers[:, None] * size + torch.arange(start, start + length)).flatten()
-    return numbers
 
 
 def _draw(spec: ParamSpec, seed: int, index: int, shape: tuple[int, int]) -> Tensor:

@@ -60,7 +60,10 @@ def save_state(
 
 
 def holds(folder: Path, state: State) -> bool:
-    found = saved_states(open_checkpoint(folder))
+    return is_in(state, saved_states(open_checkpoint(folder)))
+
+
+def is_in(state: State, found: State) -> bool:
     return all(torch.equal(found[key], full) for key, full in state.items())
 
 
@@ -307,7 +310,7 @@ def test_real_ranks_save_and_a_full_disk_on_one_is_told_by_all(tmp_path: Path) -
     assert not list(tmp_path.glob(".*"))
 
 
-def _killed_at(event_number: int, root: Path, step: int, state_seed: int) -> bool:
+def _killed_at(event_number: int, root: Path, step: int, state: State) -> bool:
     """Save in a fork that kills itself (SIGKILL) at its n-th file operation under root; return True if it finished.
 
     Operations on locks do not count: test_folder_lock.py has those.
@@ -326,7 +329,6 @@ def _killed_at(event_number: int, root: Path, step: int, state_seed: int) -> boo
                 if seen == event_number:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        state = make_state(state_seed)
         sys.addaudithook(watch)
         save_state(root, step, state)
         os._exit(0)
@@ -335,13 +337,14 @@ def _killed_at(event_number: int, root: Path, step: int, state_seed: int) -> boo
 
 def _kill_at_every_file_operation(root: Path, step: int) -> None:
     """Save `step` with state 1 over a checkpoint of step 10 with state 0, killed at each file operation in turn."""
-    save_state(root, 10, make_state(0))
-    outcomes = []
+    states, outcomes = (make_state(0), make_state(1)), []
+    save_state(root, 10, states[0])
     for number in range(1, 100):
-        finished = _killed_at(number, root, step, 1)
+        finished = _killed_at(number, root, step, states[1])
         checkpoint = open_checkpoint(root)
         assert [problem for problems in checkpoint.verify() for problem in problems] == []
-        seed = next(seed for seed in (0, 1) if holds(root, make_state(seed)))
+        found = saved_states(checkpoint)
+        (seed,) = (seed for seed, state in enumerate(states) if is_in(state, found))
         assert checkpoint.config_yaml == f"step: {10 if seed == 0 else step}\n"
         outcomes.append(seed)
         if finished:

@@ -67,6 +67,13 @@ def test_padding_rows_are_zero() -> None:
     assert value[:5].abs().min() > 0 and torch.equal(value[5:], torch.zeros(3, 3))
 
 
+def test_padding_lies_between_rows_too() -> None:
+    """Of each of three matrices this rank has all rows, with one of padding behind them."""
+    value = initial_value(ParamSpec("w", (3, 2, 4), (3, 3, 4), (0, 0, 0), init=NORMAL), 1).view(3, 3, 4)
+    assert torch.equal(value[:, :2], initial_value(whole_spec((3, 2, 4)), 1).view(3, 2, 4))
+    assert torch.equal(value[:, 2], torch.zeros(3, 4))
+
+
 def test_values_depend_on_seed_name_and_shape() -> None:
     value = initial_value(whole_spec((40, 8)), 1)
     others = [
