@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -141,14 +142,25 @@ def test_torchruns_name_of_the_run_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert "(torchrun's run abc)" in str(Holder.of_this_process())
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"owner": 1}', "x" * 100_000, None])
-def test_a_file_that_is_no_lock_is_named(tmp_path: Path, content: str | None) -> None:
-    if content is None:
-        os.mkfifo(tmp_path / LOCK)
-    else:
-        (tmp_path / LOCK).write_text(content)
-    with pytest.raises(CheckpointError, match=r"\.lock\n.*does not name its holder: .*\n.*remove it"):
-        take_lock(tmp_path)
+def test_files_that_are_no_locks_are_named(tmp_path: Path) -> None:
+    """All at once: each is waited for, since what its holder writes may come late."""
+
+    def complaint(root: Path) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            take_lock(root)
+        return str(caught.value)
+
+    contents = ["", "{", "[]", '{"owner": 1}', "x" * 100_000, None]
+    roots = [tmp_path / str(number) for number in range(len(contents))]
+    for root, content in zip(roots, contents, strict=True):
+        root.mkdir()
+        if content is None:
+            os.mkfifo(root / LOCK)
+        else:
+            (root / LOCK).write_text(content)
+    with ThreadPoolExecutor(len(roots)) as pool:
+        for root, found in zip(roots, pool.map(complaint, roots), strict=True):
+            assert re.search(rf"{root}/\.lock\n.*does not name its holder: .*\n.*remove it", found)
 
 
 def test_without_hard_links_a_lock_is_made_by_opening_a_new_file(
