@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.warm_python import TOOLS, warm_python
+from support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,7 +43,7 @@ def test_nodes_that_fall_short_are_told_once() -> None:
 def by_hand(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [warm_python(TOOLS), str(ROOT / "tools" / "preflight.py"), "--device", "cpu", *arguments],
+        [warm_python(), str(ROOT / "tools" / "preflight.py"), "--device", "cpu", *arguments],
         env={**environment, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
