@@ -62,7 +62,9 @@ class Written(NamedTuple):
         places = sorted(map(order_of_box, self.boxes))
         count = max(_SAMPLES_OF_RANK, _SAMPLES // world_size)
         shift = rank * _GOLDEN % 1
-        chosen = sorted({int((number + shift) * len(places) / count) for number in range(count)}) if places else []
+        chosen: Iterable[int] = range(len(places))
+        if len(places) > count:
+            chosen = sorted({int((number + shift) * len(places) / count) for number in range(count)})
         return {
             "file": [self.file.name, self.file.num_bytes, self.file.header_bytes, self.file.header_sha256],
             "boxes": len(places),
