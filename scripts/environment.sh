@@ -116,7 +116,8 @@ install_by_pip() {
 # all of it by itself.  What is not compiled here is compiled when it is imported.
 compile_what_is_imported() {
     local imported
-    for imported in "torch.distributed.tensor" "sympy, torch._inductor.compile_fx"; do
+    for imported in \
+        "torch.distributed.tensor, transformers.models.gpt2.modeling_gpt2" "sympy, torch._inductor.compile_fx"; do
         env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c "import $imported" >/dev/null 2>&1 &
     done
     wait
