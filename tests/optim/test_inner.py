@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.each import each
-from support.processes import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -146,8 +145,8 @@ def test_one_pass_without_an_average(betas: tuple[float, float]) -> None:
     torch.testing.assert_close(master, weight.detach(), rtol=1e-14, atol=1e-14)
 
 
-def check_compiled(rank: int) -> None:
-    """Compare the steps of the compiled function, in one graph, with torch's."""
+@pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")
+def test_runs_of_all_lengths_and_rates_are_one_graph() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     function, flat = compiled(inner.adamw, has_one_shape=False), Flat.start(torch.float32)
@@ -158,13 +157,6 @@ def check_compiled(rank: int) -> None:
     torch.testing.assert_close(flat.master, expected, rtol=2e-6, atol=2e-6)
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-
-
-@pytest.mark.gloo
-@pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")
-def test_runs_of_all_lengths_and_rates_are_one_graph() -> None:
-    """A rank of a pool compiles it, like all that tests compile, so that tests without ranks need no C++ compiler."""
-    run_ranks(1, check_compiled, timeout=300.0)  # allows for a busy machine that has compiled nothing yet
 
 
 @pytest.mark.cuda

@@ -5,7 +5,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.models import context, put_logical
-from support.processes import run_ranks
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.autograd.graph import saved_tensors_hooks
@@ -66,7 +65,9 @@ def test_only_the_input_and_the_weight_are_saved() -> None:
     assert sizes == [[60, 84, 84], [60, 84]]
 
 
-def check_compiled_backward(rank: int) -> None:
+@pytest.mark.skipif(bool(lacking(CPU)), reason=f"this machine lacks {lacking(CPU)}")
+def test_backward_is_one_pass() -> None:
+    """The compiler makes one kernel, which reads x and the gradient once and writes both results."""
     x, grad = inputs(), inputs() + 1
     torch._dynamo.reset()
     (found, again), sources = run_and_get_code(FusedActivation("gelu").backward, grad, x)
@@ -75,13 +76,6 @@ def check_compiled_backward(rank: int) -> None:
     torch.testing.assert_close(again, output, rtol=1e-12, atol=1e-14)
     assert len(sources) == 1 and sources[0].count("async_compile.cpp_pybinding(") == 1
     assert "exp" in sources[0] and "tanh(" not in sources[0]  # a tanh takes a GPU longer than the memory
-
-
-@pytest.mark.gloo
-@pytest.mark.skipif(bool(lacking(CPU)), reason=f"this machine lacks {lacking(CPU)}")
-def test_backward_is_one_pass() -> None:
-    """The compiler makes one kernel, in a rank, which reads x and the gradient once and writes both results."""
-    run_ranks(1, check_compiled_backward, timeout=300.0)  # allows for a busy machine that has compiled nothing yet
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -30,7 +30,6 @@ KINDS: dict[str, Callable[[], Softmax]] = {
     "fused": FusedSoftmax,
     "fused, plain": partial(FusedSoftmax, compile=False),
 }
-COMPILER_SECONDS = 300.0  # allows for a busy machine that has compiled nothing yet
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
@@ -65,8 +64,25 @@ def found(
     return losses, mine
 
 
-def check(kind: str, dtype: torch.dtype, *, weighted: bool) -> None:
-    """Compare with torch's; a compiled loss is three graphs without a break, which read the logits as they are."""
+# A compilation takes seconds, so the fused loss is compiled for each dtype with weights or without.
+@pytest.mark.parametrize(
+    ("kind", "dtype", "weighted"),
+    [
+        *(
+            (kind, dtype, weighted)
+            for kind in ("in place", "fused, plain")
+            for dtype in BOUND
+            for weighted in (False, True)
+        ),
+        *(
+            pytest.param(*FUSED.values, dtype, weighted, marks=FUSED.marks)
+            for dtype, weighted in ((torch.float32, False), (torch.bfloat16, True))  # float64 is with two ranks
+        ),
+    ],
+    ids=str,
+)
+def test_losses_and_gradients_are_those_of_torch(kind: str, dtype: torch.dtype, weighted: bool) -> None:
+    """Where it is compiled, the fused loss is three graphs without a break: they read the logits as they are."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     losses, gradient = found(KINDS[kind](), dtype, weighted=weighted, axis=LocalCommunicator())
@@ -78,29 +94,6 @@ def check(kind: str, dtype: torch.dtype, *, weighted: bool) -> None:
     loss_bound = min(bound, 1e-6)  # losses have at least the precision of float32
     torch.testing.assert_close(losses.double(), expected_losses, rtol=loss_bound, atol=loss_bound)
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=bound, atol=bound)
-
-
-@pytest.mark.parametrize("kind", ["in place", "fused, plain"])
-@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_losses_and_gradients_are_those_of_torch(kind: str, dtype: torch.dtype, weighted: bool) -> None:
-    check(kind, dtype, weighted=weighted)
-
-
-# A compilation takes seconds, so each dtype is compiled with weights or without, and float64 for two ranks alone.
-COMPILED = ((torch.float32, False), (torch.bfloat16, True))
-
-
-def check_compiled(rank: int) -> None:
-    dtype, weighted = COMPILED[rank]
-    check("fused", dtype, weighted=weighted)
-
-
-@pytest.mark.gloo
-@pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")
-def test_compiled_losses_and_gradients_are_those_of_torch() -> None:
-    """Two ranks, each of which computes alone, compile the loss of a dtype at the same time."""
-    run_ranks(len(COMPILED), check_compiled, timeout=COMPILER_SECONDS)
 
 
 @each("kind", ["in place", "fused, plain"])
@@ -169,7 +162,7 @@ def differences(rank: int, size: int, reals: Sequence[int], kind: str) -> list[f
 )
 def test_ranks_share_the_vocabulary(size: int, reals: Sequence[int], kind: str) -> None:
     """Ranks that share the vocabulary agree with one, also where the last of them holds only padding."""
-    results: Any = run_ranks(size, differences, size, reals, kind, timeout=COMPILER_SECONDS)
+    results: Any = run_ranks(size, differences, size, reals, kind)
     assert max(max(rank) for rank in results) < 1e-12
 
 
