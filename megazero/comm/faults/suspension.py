@@ -42,4 +42,4 @@ def watch(pid: int, started: int, seconds: float, *, every: float) -> None:
         if stopped_since is not None and now - stopped_since >= seconds:
             os.kill(pid, signal.SIGKILL)
             return
-        time.sleep(every)
+        time.sleep(min(every, seconds))
