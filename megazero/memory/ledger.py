@@ -23,7 +23,7 @@ no single operations, so nothing is compiled while a ledger is kept.
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,6 +72,14 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
     is_pinned: bool
     label: _Label | None
     nbytes: int
+
+
+class _Change(NamedTuple):
+    """Bytes that were allocated or, if negative, freed after so many operations."""
+
+    nbytes: int
+    label: _Label
+    operation: int
 
 
 class _Watch(TorchDispatchMode):
@@ -128,7 +136,7 @@ class Ledger:
         self._inside: list[Category] = []
         self._live: dict[int, _Entry] = {}
         self._start = np.zeros(len(CATEGORIES), np.int64)
-        self._changes: list[tuple[int, _Label, int]] = []  # bytes, negative if freed, and the operations before
+        self._changes: list[_Change] = []
         self._phases: list[PhaseMark] = []
         self._unit_now = unit
         self._units: list[UnitMark] = []
@@ -237,7 +245,7 @@ class Ledger:
                 entry.label.is_fixed = True  # this step's figures are final
         # Swapped at once: a storage may die at any moment, and its change belongs to this step or to the next.
         changes, self._changes = self._changes, []
-        rows = ((nbytes, label.category, operation) for nbytes, label, operation in changes)
+        rows = ((change.nbytes, change.label.category, change.operation) for change in changes)
         timeline = MemoryTimeline.of_changes(self._start, rows, self._phases, self._num_operations, self._units)
         totals = timeline.totals
         samples = tuple(AllocatorSample(int(totals[point]), nbytes) for point, nbytes in self._samples)
@@ -325,7 +333,7 @@ class Ledger:
 
     def _changed(self, nbytes: int, label: _Label) -> None:
         """Record a change in one append, so that a storage's death meanwhile, in any thread, does no harm."""
-        self._changes.append((nbytes, label, self._num_operations))
+        self._changes.append(_Change(nbytes, label, self._num_operations))
 
     def _end_phase(self) -> None:
         """Count what a forward has left alive as activations, and sample the allocator."""
