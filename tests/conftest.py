@@ -19,7 +19,7 @@ import pytest
 from hypothesis import settings
 from support.disks import skipped_fsync
 
-# What is imported stays: passes of the garbage collector over it take a second, until the tests begin.
+# Until the tests begin nothing is garbage: what is imported stays, and passes of the collector over it take a second.
 gc.disable()
 
 # What is written is to outlive the process, which it does without fsync; that it outlives the machine, no test can see.

@@ -94,9 +94,9 @@ class TrainingConfig:
     )
     enable_cuda_graph: bool = setting(
         False,
-        help="record what every block's forward and backward launch on the GPU, in the first step, and repeat it by one"
-        " call of the host each; takes the memory of the blocks' gradients, and of an activation a block, besides."
-        " Unproven: no GPU has shown what it gains",
+        help="record what forward and backward of every compiled block launch on the GPU, in the first step, and repeat"
+        " each by one call of the host; takes the memory of the blocks' gradients and of the temporaries of one block's"
+        " backward besides. Unproven: no GPU has shown what it gains",
     )
     train_tokens: int | None = setting(
         None,

@@ -158,7 +158,7 @@ def read_run(words: Sequence[str], nodes: Nodes) -> Wanted:
     )
     notices = resolved.notices
     if config.training.enable_cuda_graph:
-        beside = "the blocks' gradients and a block's temporaries of backward"
+        beside = "the blocks' gradients and the temporaries of one block's backward"
         notices = (*notices, f"--enable-cuda-graph: the plan leaves out the memory of recorded passes, {beside}")
     return Wanted(config, vocabulary(config), nodes, notices)
 
