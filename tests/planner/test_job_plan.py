@@ -60,6 +60,23 @@ def test_a_save_beside_training_takes_a_copy_of_what_the_rank_saves(plan: Plan) 
         assert copied == 12 * (one.numel - tied) // 4
 
 
+def test_a_plan_of_recorded_passes_is_that_of_the_blocks() -> None:
+    """No device is there to record what it launches."""
+    small = shlex.split(
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --micro-batch-size 1"
+        " --train-iters 10 --lr 1e-4 --bf16 --device cuda"
+    )
+    plans = []
+    for more in ([], ["--enable-cuda-graph"]):
+        wanted = read_run([*small, *more], Nodes((1,)))
+        plans.append(make_plan(DryJob(wanted.config, wanted.vocab_size, wanted.nodes, is_gpu=True), A100))
+    launched, recorded = (plan.ranks[0] for plan in plans)
+    assert recorded.trace.parts == launched.trace.parts
+    assert [part.memory.peaks for part in recorded.parts.values()] == [
+        part.memory.peaks for part in launched.parts.values()
+    ]
+
+
 def test_the_trace_and_the_meter_count_the_same(plan: Plan) -> None:
     for rank in plan.ranks:
         for name in ("first step", "steady step", "evaluation"):
