@@ -74,20 +74,23 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         # Of all tokens, also where the sequence is split: [b s, 3 a d/t], or [b s, a d/t] and [b s, 2 g d/t].
-        leaves = self._core_bias is not None
+        left = self._left_bias
+        leaves = left is not None
         projected = (self.qkv(x, leaves_bias_gradient=leaves),) if self._is_fused else self._queries_and_pairs(x)
-        attend = self.core if self._recomputation is None else partial(self._recomputation.run, self.core)
+        # No argument of what is recomputed, for it is no activation.
+        core = partial(self.core, None if left is None else self._tp.use(left))
+        attend = core if self._recomputation is None else partial(self._recomputation.run, core)
         y: Tensor = self.projection(attend(sequences, *projected))
         return y
 
     @property
-    def _core_bias(self) -> nn.Parameter | None:
+    def _left_bias(self) -> nn.Parameter | None:
         """The bias of the fused layer, if `core` makes its gradient with that of the layer's output.
 
         It doesn't where queries and keys are rotated or normalised: a compiler fuses the pass that makes the output's
-        gradient with the backward of these.  And gradients of parameters that `core` reads are not deferred.
+        gradient with the backward of these.
         """
-        if not self._is_fused or self._changes_heads or self._tp.deferred is not None:
+        if not self._is_fused or self._changes_heads:
             return None
         bias = self.qkv.bias
         return bias if bias is not None and bias.requires_grad else None
@@ -108,12 +111,15 @@ class SelfAttention(nn.Module):
         """Yield the parameters that `core` reads."""
         for norm in (self.query_norm, self.key_norm):
             yield from () if norm is None else norm.parameters()
-        if self._core_bias is not None:
-            yield self._core_bias
+        if self._left_bias is not None:
+            yield self._left_bias
 
-    def core(self, sequences: Sequences, *projected: Tensor) -> Tensor:
-        """Compute attention between the linear layers, from the outputs of the first to [b s, a d/t]."""
-        query, key, value = self._heads(sequences.length, *projected)
+    def core(self, bias: Tensor | None, sequences: Sequences, *projected: Tensor) -> Tensor:
+        """Compute attention between the linear layers, from the outputs of the first to [b s, a d/t].
+
+        bias: the bias in the fused layer's output whose gradient the layer has left to this function.
+        """
+        query, key, value = self._heads(bias, sequences.length, *projected)
         query, key = self._normed(query, key)
         if sequences.rotation is not None:
             query, key = rotate(query, sequences.rotation), rotate(key, sequences.rotation)
@@ -132,14 +138,15 @@ class SelfAttention(nn.Module):
             )  # [b, a/t, s, d]
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
-    def _heads(self, length: int, first: Tensor, pairs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, bias: Tensor | None, length: int, first: Tensor, pairs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return views: query, [b, s, a/t, d], and key and value, [b, s, a/t, d] or [b, s, g/t, d]."""
         if pairs is None:
             packed = first.view(-1, length, 3, first.shape[-1] // (3 * self._width), self._width)
             # Cut along the dim of three before anything is transposed: torch's kernels return gradients laid out as
             # [b, s, a/t, d], and one copy of them into [b, s, 3, a/t, d], which adds up the bias's gradient, is then
             # that of qkv.  No kernel of torch's but the memory-efficient one can write them there itself.
-            bias = self._core_bias
             query, key, value = packed.unbind(2) if bias is None else biased_heads(packed, bias)
             return query, key, value
         query = first.view(-1, length, first.shape[-1] // self._width, self._width)

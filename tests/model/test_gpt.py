@@ -179,7 +179,8 @@ def test_the_gradients_of_query_key_and_value_are_copied_once(is_masked: bool) -
     documents = torch.arange(12).div(5, rounding_mode="floor").expand(2, 12) if is_masked else None
     sequences = model.sequences(12, documents=documents)
     qkv = torch.randn(24, 180, dtype=torch.float64, requires_grad=True)
-    mixed = model.layers["0"].attention.core(sequences, qkv)
+    attention = model.layers["0"].attention
+    mixed = attention.core(attention.qkv.bias, sequences, qkv)
     with CountingCopies() as mode:
         [gradient] = torch.autograd.grad(mixed, qkv, torch.ones_like(mixed))
     assert gradient.is_contiguous() and mode.copies == ["stack"]

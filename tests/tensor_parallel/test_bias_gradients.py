@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from megazero.tensor_parallel.bias_gradients import (
     gelu_gradient_by_torch,
     packed_gradient_by_torch,
 )
+from megazero.tensor_parallel.deferred import DeferredGradients
 from megazero.tensor_parallel.layers import ColumnParallelLinear
 
 ROWS = [(1, 1), (7, 5), (70, 130)]
@@ -150,6 +152,37 @@ def test_attention_adds_up_where_the_bias_is_trained(case: tuple[str, dict[str, 
     assert ("_HeadsBackward" in operations(loss)) is adds_up
     loss.backward()
     assert (bias.grad is None) is (name == "frozen")
+
+
+def test_attention_adds_up_where_gradients_are_deferred() -> None:
+    deferred, x = DeferredGradients(), draw(24, 60, seed=9)
+    late, plain = (
+        drawn(SelfAttention(small_config(), tp, None)) for tp in (replace(context(), deferred=deferred), context())
+    )
+    losses = [attention(x, Sequences(12)).square().sum() for attention in (late, plain)]
+    assert all("_HeadsBackward" in operations(loss) for loss in losses)
+    for loss in losses:
+        loss.backward()
+    assert all(parameter.grad is None for parameter in late.parameters())
+    deferred.collect().accumulate()
+    for mine, other in zip(late.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and torch.equal(mine.grad, other.grad)
+
+
+@each(
+    "case",
+    [
+        ({}, False, True),
+        ({}, True, True),
+        ({"qk_layernorm": True}, False, True),
+        ({"qk_layernorm": True}, True, False),
+        ({"attention_dropout": 0.1}, False, False),
+    ],
+)
+def test_code_that_defers_gradients_is_not_compiled(case: tuple[dict[str, object], bool, bool]) -> None:
+    options, defers, is_compilable = case
+    tp = replace(context(), deferred=DeferredGradients() if defers else None)
+    assert SelfAttention(small_config(**options), tp, None).is_compilable is is_compilable
 
 
 def check_kernels(device: str, dtype: torch.dtype, rows: Sequence[Any], heads: Sequence[Any]) -> None:
