@@ -54,17 +54,20 @@ zipfile.ZipFile(wheel).extractall(sysconfig.get_path("purelib"))
 PROGRAM
 }
 
-# Brings uv into .venv: a whole environment takes it a fraction of pip's time.  The pip is the one of the python that
-# makes .venv, or else the one that every python has inside.
+# Brings uv into .venv/uv: a whole environment takes it a fraction of pip's time.  The pip is the one of the python that
+# makes .venv, or else the one that every python has inside.  It brings uv into a folder; into the environment of
+# another python than its own it would start twice.
 bring_uv() {
-    local wanted pip=("${PYTHON:-python3}" -m pip --python .venv/bin/python)
+    local wanted pip=("${PYTHON:-python3}" -m pip)
     wanted="$(grep '^uv==' scripts/constraints.txt)"
     if ! "${PYTHON:-python3}" -c "import pip" 2>/dev/null; then
         bring_pip || return
         pip=(.venv/bin/python -m pip)
     fi
-    "${pip[@]}" install --quiet --no-compile --no-deps "$wanted" || return
-    "${pip[@]}" config list >.venv/pip-settings.txt
+    "${pip[@]}" config list >.venv/pip-settings.txt &
+    PIP_ROOT_USER_ACTION=ignore "${pip[@]}" install --quiet --no-compile --no-deps --upgrade --target .venv/uv "$wanted" ||
+        return
+    wait $!
 }
 
 # Prints pip's own settings as assignments to uv's variables: which build of torch is installed (with CUDA or without)
@@ -104,7 +107,7 @@ install_by_uv() (
     bring_uv || return
     settings="$(settings_for_uv)" || return
     eval "$settings"
-    .venv/bin/uv pip install --quiet --python .venv/bin/python pip -e '.[test]' -c scripts/constraints.txt
+    .venv/uv/bin/uv pip install --quiet --python .venv/bin/python pip -e '.[test]' -c scripts/constraints.txt
 )
 
 install_by_pip() {
