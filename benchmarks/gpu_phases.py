@@ -754,14 +754,18 @@ def ledger(bench: Bench) -> dict[str, Any]:
     return verdict(found)
 
 
+GRAPHS_TEST = "tests/benchmarks/test_gpu_steps.py::test_recorded_passes_give_the_bits_of_those_that_are_launched"
+
+
 def gpu_tests(bench: Bench) -> dict[str, Any]:
     """Run the project's own tests that are marked `cuda`, or on a CPU the unmarked ones of one file with such tests."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.cuda" in path.read_text("utf-8")]
-    # Other phases do what these tests do.
+    # Other phases do what the tests of these files do, but for one.
     marked = [path for path in marked if path.name not in ("test_gpu_steps.py", "test_gpu_examination.py")]
     # Files are named, since collecting all tests would take longer than these take to run, and packages that a GPU
     # machine may lack.
-    chosen = [str(path.relative_to(ROOT)) for path in marked] if bench.has_gpu else ["tests/test_timers.py"]
+    found = [*(str(path.relative_to(ROOT)) for path in marked), GRAPHS_TEST]
+    chosen = found if bench.has_gpu else ["tests/test_timers.py"]
     words = ["-q", "-p", "no:cacheprovider", "--timeout", "60", "-m", "cuda" if bench.has_gpu else "not cuda"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words, *chosen], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False

@@ -102,6 +102,14 @@ CASES = (
         813,
         89,
     ),
+    _small(
+        "pipeline 2, stage 1, zero-bubble, compiled",
+        2,
+        f"{_PIPELINE} zero-bubble --zero-stage 1 --compile on --global-batch-size 8",
+        703,
+        117,
+        12.1,
+    ),
     _small("tensor 2, compiled", 2, f"{_TENSOR} --compile on --global-batch-size 2", 296, 104, 18.3),
     _small(
         "tensor 2, sequence parallel, compiled",

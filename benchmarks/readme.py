@@ -65,7 +65,7 @@ autograd's threads, Inductor and Triton, which compile for an H200. On Linux (x8
     build/null_gpu/python benchmarks/null_gpu.py
 
 The first command downloads 2.5 GB of CUDA packages to `build/null_gpu` (5 GB on the disk) and compiles the libraries;
-run again, it makes only what is missing. The second takes a training step of each of fourteen layouts, small, and of
+run again, it makes only what is missing. The second takes a training step of each of sixteen layouts, small, and of
 GPT-2 124M and 1.5B, compiled, at full size; other ranks are torch's fake process group. It prints, beside limits whose
 excess makes the exit status 1, each step's launches, waits of the host for the device, and the allocator's peak, and
 the bytes that the memory-bound kernels of a compiled block move; from these it predicts steps' times on one H200, as
