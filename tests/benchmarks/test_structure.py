@@ -11,6 +11,7 @@ import structure
 from structure import FOLDER, RESULTS, figures, is_record, main, newest_record, rows, size_report, sizes
 from support.each import each
 from support.source_tree import ROOT
+from support.warm_python import warm_python
 from walks import WALKS, Station, measure_walk, measure_walks, stations
 
 ONE = '''"""Two lines
@@ -128,6 +129,12 @@ def test_calls_of_a_step_are_those_of_one_round_of_the_loop(tree: Path) -> None:
     # training_step, helper, own, helper, numbers (resumed twice more, to its end), and helper of the loop.
     expected = {"files": 2, "functions": 4, "calls": 8, "moves": 7, "depth": 4}
     assert json.loads((tree.parent / "calls.json").read_text()) == expected
+
+
+def test_a_step_of_twelve_layers_makes_at_most_12_000_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It made 21,005 before the indices of a layout were computed once."""
+    monkeypatch.setattr(sys, "executable", warm_python())
+    assert structure.step_calls(ROOT, 12)["calls"] <= 12_000
 
 
 def test_a_run_without_steps_is_an_error(tree: Path) -> None:
