@@ -51,8 +51,6 @@ class AlignedMemory:
 
     is_pinned: whether a GPU copies them beside the computation.  allocated_bytes: what the pool has allocated, in use
     or not.  live_bytes, peak_bytes: in use, now and at most.
-
-    Pinned buffers have never been made on a machine with a GPU.
     """
 
     def __init__(self, *, is_pinned: bool, ledger: AnyLedger) -> None:

@@ -19,13 +19,27 @@ import yaml
 from support.each import each
 from support.raw_values import FORMS, NOT_FINITE, REFUSED, expected, same
 
-from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.curriculum import CurriculumConfig
+from megazero.config.engine_sections import (
+    ActivationConfig,
+    LimitConfig,
+    PrecisionConfig,
+    ReportConfig,
+    ZeroConfig,
+)
 from megazero.config.fields import FieldInfo, describe
 from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, PRECISION_KEYS, ZERO_KEYS
 from megazero.errors import ConfigError
 from megazero.library.config import EngineConfig, load_engine_config
 
-SECTIONS = {"zero": ZeroConfig, "precision": PrecisionConfig, "activations": ActivationConfig}
+SECTIONS = {
+    "zero": ZeroConfig,
+    "precision": PrecisionConfig,
+    "activations": ActivationConfig,
+    "limits": LimitConfig,
+    "reports": ReportConfig,
+    "curriculum": CurriculumConfig,
+}
 SETTINGS = {(section, info.name): info for section, cls in SECTIONS.items() for info in describe(section, cls)}
 # Settings that make another one legal: a loss scale needs fp16, a count of checkpoints needs an arena.
 BESIDE = {"precision": {"precision": "fp16"}, "activations": {"contiguous_checkpointing": True}}
