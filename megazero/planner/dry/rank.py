@@ -7,6 +7,7 @@ compute, send and copy is recorded (`recorder.py`, `memory/ledger.py`).  The par
 start-up, two steps, an evaluation and a save, the last two where the run has them.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -184,11 +185,24 @@ def dry_tensors(
         yield hollow
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep the garbage collector off inside: it would go through all that is recorded again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class DryRank:
     """One rank of a job, in the contexts that make it dry; close it with the stack.  operators: those found so far."""
 
     def __init__(self, job: PlannedJob, rank: int, stack: ExitStack, operators: Operators | None = None) -> None:
         self.job, self.rank = job, rank
+        stack.enter_context(_without_collections())
         self.allocator: AllocatorModel = CachingAllocator() if job.is_gpu else ExactAllocator()
         self.ledger = Ledger(
             CPU,

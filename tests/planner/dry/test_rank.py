@@ -1,5 +1,6 @@
 """Tests that a dry rank takes and sends what a real one does, to the byte, on CPUs."""
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def test_a_dry_run_makes_no_file_and_no_folder(tmp_path: Path) -> None:
     settings = {"global_batch_size": 2, "zero_stage": 3, **FILES, "offload_param": "nvme", **LATE}
     dry_figures(0, {**settings, "nvme_path": tmp_path / "none"}, (1,))
     assert not list(tmp_path.iterdir())
+    assert gc.isenabled(), "garbage is collected again"
 
 
 def test_a_late_update_runs_beside_the_next_step() -> None:
