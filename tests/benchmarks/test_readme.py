@@ -1,5 +1,6 @@
 """Tests of the page made of records: the choice of records, the tables, and that the page is up to date."""
 
+import re
 import shutil
 import statistics
 from pathlib import Path
@@ -79,6 +80,13 @@ def cells(text: str) -> list[list[str]]:
 
 def test_the_page_is_what_the_records_make() -> None:
     assert (FOLDER / "README.md").read_text(encoding="utf-8") == generated(FOLDER), "run python benchmarks/readme.py"
+
+
+def test_pages_name_the_machine() -> None:
+    """Pages from before this was a rule may leave it out."""
+    pages = [page for page in (FOLDER / "results").glob("*.md") if page.name >= "2026-11-28"]
+    named = re.compile(r"\b(AMD|Intel|Apple|[AHB]\d00|null GPU)\b")
+    assert pages and [page.name for page in pages if not named.search(page.read_text(encoding="utf-8"))] == []
 
 
 def test_the_newest_of_a_kind_counts(tmp_path: Path) -> None:
