@@ -46,7 +46,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
     {
         "shards.keep_gradient": "a gradient's departure",
         "unreduced.send": "sums that come back to be added to",
-        "unreduced.settle": "the last gradients, before the norm",
+        "unreduced.wait_until_stored": "the last gradients, before the norm",
         "homes.load": "memory of narrowed weights",
         "update.finish_copies": "master weights, before they change",
         "publish.publish": "updated partitions",

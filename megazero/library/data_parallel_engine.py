@@ -386,7 +386,7 @@ class DataParallelEngine:
         `save_16bit_model` does.
         """
         self._check_whole("save_fp32_model")
-        self.zero_engine.written.settle()
+        self.zero_engine.written.check_and_agree()
         save_model(self.module, self._units, Path(folder) / filename, self.mesh, masters=self.zero_engine)
         return True
 
@@ -452,7 +452,7 @@ class DataParallelEngine:
         wrong = [f"{name}={count}" for name, count in kept.items() if count is not None and count < 1]
         raise_problems(UsageError, (Problem(each, "a number of checkpoints or steps", "1 and above") for each in wrong))
         self._stepper.finish()
-        self.zero_engine.written.settle()
+        self.zero_engine.written.check_and_agree()
         steps = int(self.zero_engine.optimizer_step.item())
         updated = self.global_samples * steps // max(self.global_steps, 1)
         state = TrainState(self._stepper.scale_state, self.global_steps, self.global_samples, steps, updated)

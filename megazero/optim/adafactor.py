@@ -113,7 +113,7 @@ class Adafactor(OfEngine):
         norm, *parts = torch.split(local, [1, *(spec.numel for spec in specs)])
         return torch.cat([norm, *(put(spec, part) for spec, part in zip(specs, parts, strict=True))])
 
-    def settle(self, number: int, figures: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> None:
+    def finish_pass(self, number: int, figures: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> None:
         """Let averages have a share of the means that the first pass has found."""
         for name, step in steps.items() if number == 0 else ():
             factors, averages = self._factors[name], self._averages[name]

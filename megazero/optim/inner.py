@@ -196,7 +196,7 @@ class MeasuringOptimizer(InnerOptimizer, Protocol):
     def whole_figures(self, number: int, name: str, local: Tensor) -> Tensor:
         """Return a rank's figures of a parameter in the form in which they are summed over the ranks."""
 
-    def settle(self, number: int, figures: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> None:
+    def finish_pass(self, number: int, figures: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> None:
         """Use the sums of a pass, by parameter; steps: the number of this step, of those that take one."""
 
 

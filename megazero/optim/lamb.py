@@ -64,7 +64,7 @@ class Lamb(OfEngine):
     def whole_figures(self, number: int, name: str, local: Tensor) -> Tensor:
         return local
 
-    def settle(self, number: int, figures: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> None:
+    def finish_pass(self, number: int, figures: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> None:
         """Do nothing: the update uses the sums."""
 
     def update(self, index: int, run: ElementRun, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:

@@ -162,7 +162,7 @@ class _EngineSide:
         self._engine.step()
         return self._engine.get_global_grad_norm() or 0.0
 
-    def settle(self) -> None:
+    def ensure_parameters(self) -> None:
         self._engine.zero_engine.ensure_parameters()
 
 
@@ -215,7 +215,7 @@ class _PlainSide:
         squares = [gradient.square().sum() for gradient in self._gradients.values()]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
-    def settle(self) -> None:
+    def ensure_parameters(self) -> None:
         return None
 
     def full(self, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:

@@ -96,7 +96,7 @@ class Side(Protocol):
     def finish(self) -> float:
         """Finish the step; return its gradient norm before clipping.  One process still has the step's gradients."""
 
-    def settle(self) -> None:
+    def ensure_parameters(self) -> None:
         """Wait until the weights of the last step are in place."""
 
 
@@ -133,7 +133,7 @@ class _RunSide:
     def finish(self) -> float:
         return self._norm
 
-    def settle(self) -> None:
+    def ensure_parameters(self) -> None:
         self._engine.ensure_parameters()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Comparison:
         gradient norms of all steps.
         """
         compared = [self._step(number, steps) for number in range(1, steps + 1)]
-        self._here.settle()
+        self._here.ensure_parameters()
         least = least_weight([step.norm.one for step in compared])
         weights = tuple(self._differences("weight", least, f"comparing weights after step {steps}"))
         copies = self._copies("weight")

@@ -286,7 +286,7 @@ class ShardUpdate:
             for elsewhere in local.values():
                 mine.flat += elsewhere.flat.to(device)
             figures = self._whole_figures.add_up(mine, partial(optimizer.whole_figures, number))
-            optimizer.settle(number, {name: figures.of(name) for name in self._whole_figures.names}, taken)
+            optimizer.finish_pass(number, {name: figures.of(name) for name in self._whole_figures.names}, taken)
             for home, at_home in steps.items():
                 steps[home] = at_home._replace(figures=(*at_home.figures, figures.to(home.device)))
         return steps

@@ -57,7 +57,7 @@ def train(shape: tuple[int, ...], options: dict[str, Any], *, by_torch: bool) ->
                 optimizer.measure(place, part, step, inputs, local, buffers=buffers)
                 optimizer.measure(place, part, step, inputs, None, buffers=buffers)  # what another rank counts
             whole = optimizer.whole_figures(place, "w", local)
-            optimizer.settle(place, {"w": whole}, {"w": step})
+            optimizer.finish_pass(place, {"w": whole}, {"w": step})
             inputs = inputs._replace(figures=(*inputs.figures, whole))
         for part in parts:
             optimizer.update(0, part, step, inputs, buffers=buffers)
@@ -80,7 +80,7 @@ def test_a_parameter_that_takes_no_step_keeps_its_averages() -> None:
     specs = [ParamSpec(name, (2, 3), (2, 3), (0, 0)) for name in "ab"]
     optimizer.begin([Factors(spec, (2, 3), DECAYED) for spec in specs], torch.float32, torch.device("cpu"))
     ones = torch.ones(6, dtype=torch.float64)
-    optimizer.settle(0, {"a": ones, "b": ones}, {"a": torch.tensor(1.0)})
+    optimizer.finish_pass(0, {"a": ones, "b": ones}, {"a": torch.tensor(1.0)})
     assert [bool(value.any()) for name in "ab" for _, value in optimizer.state_of(name).values()] == [True] * 2 + [
         False
     ] * 2

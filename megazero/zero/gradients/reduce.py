@@ -250,7 +250,7 @@ class GradientReducer:
         while self._gathering:
             with self._timers.measure("grads-reduce"):
                 self._gathering.pop().wait()
-        self._store.settle()
+        self._store.wait_until_stored()
 
     def _make_arena(self, names: Sequence[str], buffers: Scratch) -> ArenaScratch | None:
         """Make slots for the reductions leased at once, or for one update's gradients; None where none is leased."""

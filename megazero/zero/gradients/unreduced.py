@@ -67,7 +67,7 @@ class UnreducedGradients(Protocol):
     def finish(self, reduction: Reduction, sums: Sequence[ReducedBucket]) -> None:
         """Store the sums of the oldest reduction, those of each bucket, or begin to."""
 
-    def settle(self) -> None:
+    def wait_until_stored(self) -> None:
         """Wait until the host may read every sum that is stored."""
 
     def reset(self) -> None:
@@ -108,7 +108,7 @@ class Departures:
     def send(self, sums: Sequence[ReducedBucket], lease: Lease | None, *, adds: bool) -> None:
         """Begin to copy a reduction's sums home, or to add them to those there.
 
-        lease: their memory, released behind the last of them; None if it stays unchanged until `settle`.
+        lease: their memory, released behind the last of them; None if it stays unchanged until `wait_until_stored`.
         """
         # Those that leave the device are the last to need the memory, and are waited for in order.
         in_order = sorted(sums, key=lambda each: not self._shards.home(each.bucket).is_device)
@@ -148,7 +148,7 @@ class Departures:
             of_last = lease if part.stop == within.stop else None
             self._under_way.append(_Departure(bucket, part, target, arrival, of_last))
 
-    def settle(self) -> None:
+    def wait_until_stored(self) -> None:
         """Wait until the host may read all sums at home."""
         while self._under_way:
             departure = self._under_way.popleft()
@@ -261,8 +261,8 @@ class ResidentGradients:
             sums = [each for each in sums if not self._shards.reduces_in_place(each.bucket)]
         self._departures.send(sums, lease, adds=False)
 
-    def settle(self) -> None:
-        self._departures.settle()
+    def wait_until_stored(self) -> None:
+        self._departures.wait_until_stored()
 
     def reset(self) -> None:
         """Forget only what has arrived: the next step zeroes the flat tensors."""
@@ -356,8 +356,8 @@ class LeasedGradients:
         self._has_sum.add(reduction.index)
         self._departures.send(sums, lease, adds=adds)
 
-    def settle(self) -> None:
-        self._departures.settle()
+    def wait_until_stored(self) -> None:
+        self._departures.wait_until_stored()
 
     def reset(self) -> None:
         self._written.clear()

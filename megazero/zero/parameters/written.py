@@ -182,7 +182,7 @@ class WrittenParameters:
         mark = float(crc32(names.encode()) % _HASHES + 1) if names else 0.0
         return tuple(torch.full((), value, dtype=torch.float64, device=device) for value in (mark, mark * mark))
 
-    def settle(self) -> None:
+    def check_and_agree(self) -> None:
         """Find what is written, and agree on it at once, before master weights are saved; a collective call.
 
         Raises UsageError as `check` and `agree` do.
