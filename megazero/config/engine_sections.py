@@ -302,6 +302,11 @@ class ZeroConfig:
     leaf_module_names: tuple[str, ...] = setting((), help="stage 3: names of leaf modules")
     leaf_module_name_suffixes: tuple[str, ...] = setting((), help="stage 3: ends of the names of leaf modules")
 
+    @property
+    def offloads(self) -> bool:
+        """True if model states live in host memory or in files, or may do so by a plan."""
+        return {self.offload_optimizer, self.offload_param} != {"none"}
+
 
 Fp8Format = Literal["e4m3", "hybrid"]
 AmaxAlgorithm = Literal["most_recent", "max"]

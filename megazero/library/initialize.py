@@ -42,6 +42,8 @@ from megazero.memory.host import retain_freed_memory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import MeasuringOptimizer
 from megazero.optim.loss_scaler import LossScaler
+from megazero.parallel.launch import Launch
+from megazero.parallel.threads import share_cpu_threads
 from megazero.report.offload_price import offload_lines
 from megazero.rules import moot
 from megazero.rules.states import late_updates_need_no_norms
@@ -81,6 +83,8 @@ def initialize(
     mesh, buffers = mesh_and_buffers(mesh, settings.limits, ledger)
     check_groups(given_wires(model), mesh.axis("dp"), mesh.device)
     mesh = divided(mesh, settings.zero, buffers, settings.limits)
+    if settings.zero.offloads:
+        share_cpu_threads(Launch.from_environment())
     engine = assemble(model, settings, mesh, buffers, optimizer, ledger)
     core, accumulation = engine.zero_engine, engine.gradient_accumulation_steps()
     for line in (mesh.notice, *offload_lines(core, accumulation)) if mesh.world.rank == 0 else ():

@@ -1,7 +1,10 @@
 """The number of threads with which a process computes on the CPU: its share of the node's cores.
 
 Several processes with all cores each would get in each other's way, which is why torchrun gives them one thread each
-(OMP_NUM_THREADS=1); that leaves cores idle wherever there are more of them than processes.
+(OMP_NUM_THREADS=1); that leaves cores idle wherever there are more of them than processes.  Beside a GPU the CPU
+computes where model states live in host memory or files.
+
+Torch's number is that of all its threads: each takes it over when it first computes.
 """
 
 import os
@@ -13,15 +16,28 @@ from megazero.operating_system import usable_cores
 from megazero.parallel.launch import Launch
 
 
-def use_cpu_threads(given: int | None, launch: Launch, device: torch.device) -> str:
-    """Set the number of threads, with --cpu-threads `given`; return a line about it, "" on a GPU, where none is set."""
-    if device.type != "cpu":
+def use_cpu_threads(given: int | None, launch: Launch, device: torch.device, *, offloads: bool = False) -> str:
+    """Set the number of threads, with --cpu-threads `given`; return a line about it.
+
+    offloads: whether model states leave the device.  "" on a GPU without: nothing is computed on the CPU, none is set.
+    """
+    if device.type != "cpu" and not offloads:
         return ""
     count = cpu_threads(given, launch, os.environ)
     if count is not None:
         torch.set_num_threads(count)
     here, cores = _processes_here(launch), usable_cores()
     return f"CPU threads a process: {torch.get_num_threads()} | cores: {cores} | processes on this node: {here}"
+
+
+def share_cpu_threads(launch: Launch) -> None:
+    """Set the number of threads in a program of the user's, unless the number is one that the program has chosen.
+
+    Torch's own number is torchrun's, or without OMP_NUM_THREADS that of all cores; any other is the program's.
+    """
+    count, now = cpu_threads(None, launch, os.environ), torch.get_num_threads()
+    if count is not None and (now == 1 if os.environ.get("OMP_NUM_THREADS") else now > count):
+        torch.set_num_threads(count)
 
 
 def cpu_threads(given: int | None, launch: Launch, environment: Mapping[str, str]) -> int | None:

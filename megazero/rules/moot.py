@@ -310,7 +310,7 @@ SHARED: tuple[Row[SharedSections], ...] = (
     ),
     Row(
         ("offload_pin_memory",),
-        lambda s: "nothing is offloaded" if {s.zero.offload_optimizer, s.zero.offload_param} == {"none"} else "",
+        lambda s: "" if s.zero.offloads else "nothing is offloaded",
         {"offload_optimizer": "cpu"},
     ),
     Row(
@@ -894,7 +894,11 @@ RUN: tuple[Row[RunConfig], ...] = (
     Row(("rank_order",), _same_order_of_ranks, {"tensor_model_parallel_size": 2}),
     Row(
         ("cpu_threads",),
-        lambda c: "--device cuda computes on the GPU" if c.parallel.device == "cuda" else "",
+        lambda c: (
+            "--device cuda computes on the GPU, and nothing is offloaded"
+            if c.parallel.device == "cuda" and not c.zero.offloads
+            else ""
+        ),
         {"device": "cpu"},
     ),
     Row(("override_module_apply",), lambda c: "nothing in a run calls Module.apply"),

@@ -37,7 +37,7 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs, decide: Decid
     device = choose_device(parallel.device, launch)
     check_attention(config.training.attention_backend, device)
     decision = decide_first(config, found, device, launch, decide)
-    if threads := use_cpu_threads(parallel.cpu_threads, launch, device):
+    if threads := use_cpu_threads(parallel.cpu_threads, launch, device, offloads=config.zero.offloads):
         Console(launch.rank).line(threads)
     keeps_ledger = logging.ledger or logging.ledger_limit is not None
     notices = (

@@ -36,7 +36,7 @@ def verify_layout(
     device = choose_device(parallel.device, launch)
     check_attention(config.training.attention_backend, device)
     decision = decide_first(config, None, device, launch, decide)
-    use_cpu_threads(parallel.cpu_threads, launch, device)
+    use_cpu_threads(parallel.cpu_threads, launch, device, offloads=config.zero.offloads)
     compiler = check_compiler(
         config.training.compile,
         device,

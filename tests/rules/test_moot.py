@@ -282,6 +282,7 @@ RUN_CASES = (
     Case("rank_order", "tp-pp-dp", ERROR, {"pipeline_model_parallel_size": 2}, PARALLEL),
     Case("rank_order", "pp-tp-dp", ERROR, {}, PARALLEL),
     Case("cpu_threads", 2, ERROR, {"device": "cuda"}, {"device": "auto"}),
+    Case("cpu_threads", 2, ERROR, {**STAGE_3, "device": "cuda"}, {**STAGE_3, "device": "cuda", "offload_param": "cpu"}),
     Case("split", "90,5,5", NOTICE, {}, CORPUS),
     Case("split", "90,5,5", NOTICE, OWN_CORPORA, CORPUS),
     Case("mmap_bin_files", False, NOTICE, {}, OWN_CORPORA),

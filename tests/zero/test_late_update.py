@@ -86,11 +86,12 @@ def bucket(index: int) -> Bucket:
 
 def test_tasks_run_in_order_beside_their_caller() -> None:
     update, gate, done = LateUpdate(), threading.Event(), []
+    threads = torch.get_num_threads()
 
     def task(index: int) -> None:
         if index == 1:
             gate.wait()
-        assert not torch.is_grad_enabled()
+        assert not torch.is_grad_enabled() and torch.get_num_threads() == threads
         done.append(index)
 
     update.begin((bucket(index), lambda index=index: task(index)) for index in (2, 1, 0))
