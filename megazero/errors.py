@@ -115,7 +115,7 @@ class TrainingError(UserError):
 
 
 class MemoryLimitError(UserError):
-    """The device's live bytes exceed the limit that the user has set for the ledger."""
+    """The device's live bytes exceed the limit that the user has set for the ledger, or the host's what there is."""
 
     kind = "memory limit exceeded"
     exit_code = 3

@@ -35,6 +35,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_BLOCK = 32 << 20
 # Torch rounds pinned memory up to a power of two, and keeps what is free for later: for large blocks that is too much.
 _LARGEST_ROUNDED = 16 << 20
+_LESS = "less in host memory: more processes, a smaller offload_optimizer_ratio or sub_group_size, or device nvme"
 
 
 class HostMemory:
@@ -62,7 +63,7 @@ class HostMemory:
             f"a dense tensor on {self._device} is stored, not strides {tensor.stride()} on {tensor.device}"
         )
         tensor = tensor.detach()
-        buffer = self._lease(tensor.nbytes)
+        buffer = self.lease(tensor.nbytes)
         arrival = self._stream.copy(buffer.view(tensor.dtype).view(tensor.shape), tensor)
         self.sent_bytes += tensor.nbytes
         return HostTensor(self, buffer, tensor, arrival)
@@ -83,7 +84,8 @@ class HostMemory:
         self._free[buffer.nbytes].append(buffer)
         self.live_bytes -= buffer.nbytes
 
-    def _lease(self, nbytes: int) -> Tensor:
+    def lease(self, nbytes: int) -> Tensor:
+        """Lease a buffer, uint8 [nbytes], contents undefined, until it is freed."""
         free = self._free[nbytes]
         buffer = free.pop() if free else self._new_buffer(nbytes)
         self.live_bytes += nbytes
@@ -99,6 +101,8 @@ def host_bytes(nbytes: int, *, is_pinned: bool, ledger: AnyLedger) -> Tensor:
     """Allocate host memory, uint8 [nbytes], which a ledger of the device does not count; contents undefined.
 
     is_pinned: whether the system may not move it, so that a GPU copies it beside the computation.
+
+    Raises MemoryLimitError if the system has no such memory, or does not let it be pinned.
     """
     if is_pinned:
         small = nbytes < _LARGEST_ROUNDED
@@ -108,7 +112,15 @@ def host_bytes(nbytes: int, *, is_pinned: bool, ledger: AnyLedger) -> Tensor:
     # On a CPU a ledger counts it as device memory until `elsewhere`, which comes while there are no bytes to count.
     buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
     ledger.elsewhere(buffer)
-    return buffer.resize_(nbytes)
+    try:
+        return buffer.resize_(nbytes)
+    except RuntimeError as error:  # torch has no class of its own for it
+        raise _refused(nbytes, "the system has that much left for this process", _LESS) from error
+
+
+def _refused(nbytes: int, rule: str, legal: str) -> MemoryLimitError:
+    given = f"{nbytes} bytes ({format_bytes(nbytes)}) of host memory for what is offloaded"
+    return MemoryLimitError(Problem(given, rule, legal))
 
 
 class _PinnedMemory(mmap.mmap):
@@ -125,7 +137,10 @@ class _PinnedMemory(mmap.mmap):
 
 def _pinned_by_itself(nbytes: int) -> Tensor:
     """Allocate and pin memory of exactly so many bytes; raises MemoryLimitError if the system refuses."""
-    memory = _PinnedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = _PinnedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise _refused(nbytes, f"the system has that much left for this process: {error.strerror}", _LESS) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):  # of a system with larger pages, of which fewer are to be pinned
         memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
@@ -133,8 +148,7 @@ def _pinned_by_itself(nbytes: int) -> Tensor:
     runtime = cast(Any, torch.cuda).cudart()
     status = runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)
     if status != runtime.cudaError.success:
-        given = f"{format_bytes(nbytes)} of host memory for what is offloaded"
-        raise MemoryLimitError(Problem(given, f"CUDA pins it ({status})", "less of it, or --no-offload-pin-memory"))
+        raise _refused(nbytes, f"CUDA pins it ({status})", "less of it, or offload_pin_memory false")
     memory.address = buffer.data_ptr()
     return buffer
 
@@ -192,8 +206,9 @@ class HostTensor:
 
 def host_bandwidth(device: torch.device, nbytes: int) -> float:
     """Return the bytes a second copied to the host and back, each way counted: the median of some trips of `nbytes`."""
-    memory = HostMemory(device)
-    tensor = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=device)
+    memory, nbytes = HostMemory(device), max(nbytes, 1)
+    memory.free(memory.lease(nbytes))  # before the device's, since its lack has a message of its own
+    tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     seconds = [_round_trip(memory, tensor) for _ in range(1 + _REPETITIONS)]
     return 2 * tensor.nbytes / statistics.median(seconds[1:])  # the first trip pins memory
 

@@ -4,9 +4,11 @@ import ctypes
 import gc
 import os
 import platform
+import re
 import resource
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from support.each import each
 from support.warm_python import warm_python
 from torch import Tensor
 
+from megazero.errors import MemoryLimitError
 from megazero.memory.host import (
     HostMemory,
     HostTensor,
@@ -93,6 +96,27 @@ def test_the_source_is_kept_until_it_was_sent() -> None:
         again = memory.store(torch.zeros(50))
         again.release()  # without a check before it that the copy was sent
         assert sum(ledger.live_bytes().values()) == 0
+
+
+@each(
+    ("nbytes", "is_pinned", "rule", "legal"),
+    [
+        (1 << 60, False, "the system has that much left for this process", "device nvme"),
+        (1 << 60, True, "the system has that much left for this process: Cannot allocate memory", "device nvme"),
+        (17 << 20, True, "CUDA pins it (2)", "offload_pin_memory false"),
+    ],
+)
+def test_memory_that_is_not_to_be_had(
+    nbytes: int, is_pinned: bool, rule: str, legal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's refusal is that of a runtime which pins nothing: there need be no GPU."""
+    runtime = SimpleNamespace(cudaHostRegister=lambda *area: 2, cudaError=SimpleNamespace(success=0))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(MemoryLimitError) as refused:
+        host_bytes(nbytes, is_pinned=is_pinned, ledger=NullLedger())
+    given, *rest = str(refused.value).splitlines()
+    assert re.fullmatch(rf"memory limit exceeded: {nbytes} bytes \(.*iB\) of host memory for what is offloaded", given)
+    assert rest[0] == f"    rule:  {rule}" and rest[1].endswith(legal)
 
 
 def test_the_way_back_begins_once() -> None:

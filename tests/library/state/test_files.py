@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -408,6 +409,9 @@ def test_states_in_files_need_no_memory_of_the_process(tmp_path: Path) -> None:
     assert plain == 0 and len(free.split()) == 3, free_error
     for end, (_, error) in zip(ends[:2], others[:2], strict=True):
         assert end == 1 and ("can't allocate memory" in error or "MemoryError" in error), error
+    refusal = others[0][1][others[0][1].index("MemoryLimitError") :]
+    assert re.search(r": \d+ bytes \(\d+\.\d [KM]iB\) of host memory for what is offloaded\n", refusal), refusal
+    assert "rule:  the system has that much left" in refusal and "or device nvme" in refusal
     for end, (losses, error) in zip(ends[2:], others[2:], strict=True):
         assert end == 0 and losses == free, error
     assert os.listdir(tmp_path) == []
