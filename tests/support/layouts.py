@@ -12,7 +12,7 @@ that comes out has itself passed `is_legal`.
 import functools
 import random
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -160,10 +160,15 @@ def is_legal(layout: Layout, family: str = "gpt2") -> bool:
     A number of micro-batches that does not divide the global batch gives a run with another number, or none.
     """
     config, size = run_config(layout, family), layout.world_size
-    given = [ParsedValue(name, value, name) for name, value in layout.settings.items()]
-    if rules.check(config, size) or rules.costs(config, size) or moot.of_a_run(config, given).problems:
+    if not is_accepted(config, size, layout.settings):
         return False
     return derived.num_micro_batches(config, size) == layout.accumulation
+
+
+def is_accepted(config: RunConfig, size: int, settings: Mapping[str, Any]) -> bool:
+    """Return True if megazero's rules give no problem and no notice about a run, and none of `settings` is moot."""
+    given = [ParsedValue(name, value, name) for name, value in settings.items()]
+    return not (rules.check(config, size) or rules.costs(config, size) or moot.of_a_run(config, given).problems)
 
 
 def legal_layouts(grid: Grid = DIMENSIONS, most_processes: int = MOST_PROCESSES) -> Iterator[Layout]:
@@ -186,9 +191,17 @@ def any_layout(generator: random.Random, grid: Grid = DIMENSIONS) -> Layout:
     return Layout(**{name: generator.choice(values) for name, values in grid.items()})
 
 
-def pairs(layout: Layout) -> frozenset[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Return every pair of the layout's choices."""
-    return frozenset(combinations(vars(layout).items(), 2))
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs(choices: Mapping[str, Any]) -> frozenset[Pair]:
+    """Return every pair of choices in two dimensions; `choices` are by dimension."""
+    return frozenset(combinations(choices.items(), 2))
+
+
+def pairs_in(rows: Iterable[Mapping[str, Any]]) -> frozenset[Pair]:
+    """Return every pair of choices that some row has, each with a choice in every dimension."""
+    return frozenset().union(*map(pairs, rows))
 
 
 def pairwise_cover(layouts: Sequence[Layout]) -> list[Layout]:

@@ -5,14 +5,18 @@ until then, so that nothing can have read it before.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.configs import make_run
 from support.late_copies import late_copies
+from support.layouts import is_accepted, pairs, pairs_in
 from support.ledgered_step import Held, ledgered_step
 from support.processes import run_ranks
 from support.reference import decayed
@@ -38,7 +42,7 @@ class Case(NamedTuple):
     moved: Mapping[str, Any]
 
 
-# Every pair of stage, precision, home, layout, and of what else changes the way of a gradient or a weight.
+# Every pair of stage, precision, home and layout, and what else changes the way of a gradient or a weight.
 CASES = (
     Case(Cell(dp=2, stage=1, precision="fp32"), OPTIMIZER),
     Case(Cell(tp=2, dp=2, stage=1, precision="bf16", accumulation=2), {**OPTIMIZER, "offload_optimizer_ratio": 0.5}),
@@ -67,7 +71,7 @@ CASES = (
         OPTIMIZER,
     ),
     Case(
-        Cell(dp=3, stage=2, precision="fp16", settings={**SCALE, "global_batch_size": 12, "sub_group_size": 1000}),
+        Cell(tp=2, dp=2, stage=2, precision="fp16", settings={**SCALE, "sub_group_size": 1000}),
         OPTIMIZER,
     ),
     Case(Cell(tp=2, dp=2, stage=3, precision="fp32", settings={"sequence_parallel": True}), BOTH),
@@ -83,8 +87,8 @@ CASES = (
     ),
     Case(Cell(dp=2, stage=3, precision="fp32"), OPTIMIZER),
     Case(Cell(pp=2, dp=2, stage=3, precision="fp16", accumulation=2, settings=SCALE), PARAMETERS),
-    Case(Cell(stage=3, precision="fp32", settings={"recompute_granularity": "full"}), OPTIMIZER),
-    Case(Cell(dp=2, stage=1, precision="bf16", accumulation=2), FILES),
+    Case(Cell(stage=3, precision="fp16", settings={**SCALE, "recompute_granularity": "full"}), BOTH),
+    Case(Cell(pp=2, dp=2, stage=1, precision="bf16", accumulation=2), FILES),
     Case(
         Cell(dp=2, stage=3, precision="bf16", accumulation=2, settings={"max_live_parameters": 0}),
         {**FILES, **PARAMETER_FILES, "offload_param_buffer_count": 1},
@@ -97,15 +101,18 @@ CASES = (
         Cell(stage=3, precision="fp32", settings={"overlap_comm": False}),
         {**OPTIMIZER, **PARAMETER_FILES, "offload_param_buffer_count": 1},
     ),
-    Case(Cell(dp=2, stage=2, precision="bf16", settings={"optimizer": "sgd", "sgd_momentum": 0.9}), FILES),
-    Case(Cell(dp=2, stage=1, precision="bf16", settings={"optimizer": "lamb"}), {**FILES, "offload_buffer_count": 3}),
+    Case(Cell(dp=2, stage=2, precision="fp16", settings={**SCALE, "optimizer": "sgd", "sgd_momentum": 0.9}), FILES),
+    Case(
+        Cell(tp=2, dp=2, stage=1, precision="bf16", settings={"optimizer": "lamb"}),
+        {**FILES, "offload_buffer_count": 3},
+    ),
     Case(
         Cell(dp=2, stage=2, precision="bf16", accumulation=2, settings={"optimizer": "adafactor"}),
         {**GRADIENT_FILES, "offload_buffer_count": 2},
     ),
     Case(Cell(dp=2, stage=1, precision="bf16", settings={"optimizer": "adafactor"}), OPTIMIZER),
     Case(
-        Cell(dp=2, stage=1, precision="fp32"),
+        Cell(stage=1, precision="fp32"),
         {**FILES, "offload_optimizer_ratio": 0.7, "offload_optimizer_nvme_ratio": 0.5},
     ),
     Case(Cell(dp=2, stage=1, precision="fp32", accumulation=2), GRADIENT_FILES),
@@ -133,7 +140,6 @@ CASES = (
     ),
     Case(
         Cell(
-            dp=2,
             stage=2,
             precision="bf16",
             accumulation=2,
@@ -146,6 +152,40 @@ CASES = (
         {**GRADIENT_FILES, "offload_optimizer_ratio": 0.7, "offload_optimizer_nvme_ratio": 0.5},
     ),
 )
+
+
+# {dimension: its choices}; the home of the optimizer's states and their gradients, or of the parameters.
+GRID: Mapping[str, Sequence[Any]] = {
+    "stage": (1, 2, 3),
+    "precision": ("fp32", "bf16", "fp16"),
+    "home": tuple(tuple(home.items()) for home in (OPTIMIZER, FILES, GRADIENT_FILES, PARAMETERS, PARAMETER_FILES)),
+    "layout": ("one process", "tp", "pp", "dp"),
+}
+
+
+def choices_of(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield the case's choice in every dimension of the grid, for each kind of state that it moves."""
+    cell = case.cell
+    layout = next((axis for axis in ("tp", "pp", "dp") if getattr(cell, axis) > 1), "one process")
+    for kind in ({"offload_optimizer", "offload_gradients_nvme"}, {"offload_param"}):
+        home = tuple(setting for setting in case.moved.items() if setting[0] in kind)
+        if home:
+            yield {"stage": cell.stage, "precision": cell.precision, "home": home, "layout": layout}
+
+
+def is_legal(stage: int, precision: str, home: tuple[tuple[str, Any], ...], layout: str) -> bool:
+    folder = {"nvme_path": tempfile.gettempdir()} if "nvme" in dict(home).values() else {}
+    cell = Cell(stage=stage, precision=precision, settings={**dict(home), **folder})
+    cell = cell if layout == "one process" else replace(cell, **{layout: 2})
+    config = replace(cell.config("text"), data=make_run(mock_data=True).data)
+    return is_accepted(config, cell.world_size, cell.settings)
+
+
+def test_every_legal_pair_of_choices_is_in_the_cases() -> None:
+    found = pairs_in(choices for case in CASES for choices in choices_of(case))
+    grid = [dict(zip(GRID, values, strict=True)) for values in product(*GRID.values())]
+    missing = pairs_in(grid) - found
+    assert not [choices for choices in grid if pairs(choices) & missing and is_legal(**choices)]
 
 
 @pytest.fixture(scope="module")
