@@ -188,6 +188,11 @@ class FileStates:
         """True if the files are read and written past the system's cache."""
         return all(file.is_direct for file in self._files)
 
+    @property
+    def file_bytes(self) -> int:
+        """The bytes that the files take, whose blocks begin at multiples of ALIGNMENT."""
+        return sum(file.nbytes for file in self._files)
+
     def allocate(self, name: str, dtype: torch.dtype, starts: Sequence[int]) -> FileState:
         """Make the file of a state of zeros; raise FileError if it cannot be made.
 

@@ -3,7 +3,7 @@
 A *message* is one collective of one rank on one axis; its bytes are what this rank sends (`comm/metered.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -31,10 +31,14 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepLedger:
-    """The ledger of one step of one rank.  traffic: {axis: {collective: ...}}."""
+    """The ledger of one step of one rank.
+
+    traffic: {axis: {collective: ...}}.  file_bytes: those of files of states.
+    """
 
     memory: StepMemory
     traffic: Mapping[str, Mapping[str, Traffic]]
+    file_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the record for the metrics file, without the timeline, which only the picture shows."""
@@ -47,8 +51,9 @@ class StepLedger:
                 for axis, by_collective in self.traffic.items()
             },
         }
-        if any(self.memory.elsewhere.values()):
-            record["elsewhere"] = dict(self.memory.elsewhere)
+        elsewhere = dict(self.memory.elsewhere) | {"file": self.file_bytes}
+        if any(elsewhere.values()):
+            record["elsewhere"] = elsewhere
         gap = self.memory.allocator_gap
         return record if gap is None else record | {"allocator_gap": gap}
 
@@ -66,12 +71,20 @@ class LedgerReport:
     """Reports of a rank's ledger: figures of every step, a picture of the second and of every `interval`-th.
 
     ledger: `NullLedger()` for a run without a ledger.  folder: the folder for pictures; None for no pictures.
-    run: what the pictures' titles have of the run.
+    run: what the pictures' titles have of the run.  file_bytes: returns the bytes of the rank's files of states.
     Raises DataError when a picture can't be written.
     """
 
     def __init__(
-        self, ledger: AnyLedger, meter: Meter, *, rank: int, folder: Path | None, interval: int, run: str = ""
+        self,
+        ledger: AnyLedger,
+        meter: Meter,
+        *,
+        rank: int,
+        folder: Path | None,
+        interval: int,
+        run: str = "",
+        file_bytes: Callable[[], int] = int,
     ) -> None:
         self._ledger = ledger
         self._meter = meter
@@ -79,6 +92,7 @@ class LedgerReport:
         self._folder = folder
         self._interval = interval
         self._run = run
+        self._file_bytes = file_bytes
         self._num_steps = 0
         self._picture: StepPicture | None = None
 
@@ -92,7 +106,7 @@ class LedgerReport:
         if memory is None:
             return {}
         self._num_steps += 1
-        step = StepLedger(memory, traffic(self._meter))
+        step = StepLedger(memory, traffic(self._meter), self._file_bytes())
         record = step.to_json()
         if self._folder is not None and (self._num_steps == _FIRST_DRAWN or iteration % self._interval == 0):
             path = self._folder / f"ledger_rank{self._rank:04d}.html"

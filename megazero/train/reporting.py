@@ -157,6 +157,7 @@ def make_reporting(
         interval=logging.log_interval,
         run=f"{config.model.num_layers} layers of {config.model.hidden_size}, ZeRO stage {config.zero.zero_stage},"
         f" {config.precision.precision}, {components.mesh.topology.describe()}",
+        file_bytes=lambda: components.engine.file_bytes,
     )
     pipeline = PipelineReport(
         components.mesh,

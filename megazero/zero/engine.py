@@ -644,6 +644,11 @@ class Engine:
         return all(files.is_direct for files in (self._files, self._parameter_files) if files is not None)
 
     @property
+    def file_bytes(self) -> int:
+        """The bytes that this rank's files of states take."""
+        return sum(files.file_bytes for files in (self._files, self._parameter_files) if files is not None)
+
+    @property
     def gradient_arenas(self) -> dict[str, ArenaStatistics]:
         """The statistics of the arenas of reduced gradients ("kept") and of leased "buckets", where there are any."""
         return self._reducer.arenas

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.configs import make_run
 from support.processes import mesh_in_worker, run_ranks
+from support.small_runs import train_run
 
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
@@ -165,6 +166,30 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert rank["drawn"] == [-1, 2, 0, 2]  # the second step and the fourth; title and heading
         assert json.loads(json.dumps(rank["record"])) == rank["record"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger_rank0000.html", "ledger_rank0001.html"]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("home", "buffers"), [("cpu", 0), ("nvme", 5)])
+def test_a_run_has_host_memory_and_files_by_the_formulas(home: str, buffers: int, tmp_path: Path) -> None:
+    """Of g + k over the ranks, host memory has all or g, and files have k in blocks that begin at full pages."""
+    ranks, page = 2, 4096
+    offloaded = {"offload_optimizer": home, **({"nvme_path": str(tmp_path)} if home == "nvme" else {})}
+    given = {"zero_stage": 2, "precision": "bf16", "offload_buffer_count": buffers}
+    record = {"ledger": True, "metrics_file": str(tmp_path / "run.jsonl"), "train_iters": 2}
+    run_ranks(ranks, train_run, ranks, {**given, **offloaded, **record})
+    last = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
+    for ledger in (rank["ledger"] for rank in last["ranks"]):
+        numel = ledger["peaks"]["parameters"] // 2
+        g, k = 2 * numel // ranks, (4 + 8) * numel // ranks
+        bucket = 4 * (700 // 32 * 32) // ranks  # in float32, of the largest bucket
+        found = ledger["elsewhere"]
+        if home == "cpu":
+            assert found == {"pinned_host": 0, "host": g + k + bucket, "file": 0}
+            continue
+        pages = -(-bucket // page) + 1  # of a buffer, one of which is for its alignment
+        assert (found["pinned_host"], found["host"]) == (0, g + bucket + buffers * pages * page)
+        blocks = ledger["traffic"]["file"]["write"]["messages"]  # of the weights and the moments, once a step
+        assert k <= found["file"] < k + blocks * page and found["file"] % page == 0
 
 
 def kept_errors(rank: int, is_fed: bool) -> tuple[int, int]:

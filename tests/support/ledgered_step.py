@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from support.configs import make_run
+from support.flat_layout import padded_numel
 from support.processes import mesh_in_worker
 
 from megazero.activations.copy_stores import ArenaStore, HostStore
@@ -12,6 +13,7 @@ from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.arena import Arena
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
+from megazero.memory.ledger_figures import HostMemoryKind
 from megazero.train.build import build_components, step_context
 from megazero.train.components import RunComponents
 from megazero.train.step import StepControls, training_step
@@ -34,7 +36,11 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass
 class Held:
-    """The bytes of one rank in its second step: the peak of every category, and the step's traffic by axis."""
+    """The bytes of one rank in its second step: the peak of every category, and the step's traffic by axis.
+
+    elsewhere: those in host memory at the end, by kind.  numel, unit_numel, bucket_numel: the elements of all trainable
+    parameters with padding, of the largest unit, and of the largest bucket.
+    """
 
     peaks: dict[str, int]
     peak_bytes: int
@@ -43,6 +49,10 @@ class Held:
     arena_high_water: int
     outside: int  # checkpoints that the arena had no room for
     host_peak_bytes: int
+    elsewhere: dict[HostMemoryKind, int]
+    numel: int
+    unit_numel: int
+    bucket_numel: int
 
 
 def ledgered_step(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> Held:
@@ -70,6 +80,10 @@ def ledgered_step(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> Held:
         arena_high_water=0 if arena is None else arena.statistics.high_water_bytes,
         outside=outside,
         host_peak_bytes=_host_peak(core),
+        elsewhere=dict(step.elsewhere),
+        numel=padded_numel(core.engine.layout, trainable=True),
+        unit_numel=max(section.numel for section in core.engine.layout.sections),
+        bucket_numel=max(bucket.numel for bucket in core.engine.layout.trainable_buckets),
     )
 
 

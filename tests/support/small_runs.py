@@ -18,6 +18,7 @@ from support.training import Saved, boxes
 
 from megazero.config.run import RunConfig
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.ledger import open_ledger
 from megazero.parallel.launch import Launch
 from megazero.train.build import assemble, build_components, check_checkpoint
 from megazero.train.components import RunComponents
@@ -111,5 +112,6 @@ def train_run(
     with contextlib.redirect_stdout(printed):
         checked = check(config, launch)
         check_checkpoint(config, checked, size)
-        reason = train(assemble(config, launch, CPU, inputs or checked))
+        with open_ledger(CPU, kept=config.logging.ledger) as ledger:
+            reason = train(assemble(config, launch, CPU, inputs or checked, ledger=ledger))
     return Told(reason, printed.getvalue())

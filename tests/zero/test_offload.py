@@ -284,12 +284,34 @@ def at_depths(rank: int, settings: Mapping[str, Any]) -> list[Held]:
 
 
 @pytest.mark.gloo
-def test_what_is_offloaded_takes_no_memory_of_the_device_at_any_depth() -> None:
-    common = {"precision": "bf16", "max_live_parameters": 0, "prefetch_bucket_size": 0}
-    held = run_ranks(2, at_depths, {**common, **BOTH, "zero_stage": 3})[0]
-    for depth in held:
-        assert depth.peaks["parameters"] == depth.peaks["master"] == depth.peaks["moments"] == 0
-    shallow, deep = ({name: held[at].peaks[name] for name in ("gathered_parameters", "gradients")} for at in (0, 1))
-    assert deep == shallow, "a unit at a time is gathered, and its gradients leave"
-    bucket = 2 * 5000  # in bf16
-    assert all(depth.peaks["communication_buffers"] <= 12 * bucket for depth in held)
+@pytest.mark.parametrize(("stage", "moved"), [(1, OPTIMIZER), (2, OPTIMIZER), (3, BOTH)])
+def test_the_ledger_has_what_stays_on_the_device_and_what_leaves_by_the_formulas(
+    stage: int, moved: Mapping[str, str]
+) -> None:
+    """A rank's device has p + g at stage 1, p and buckets in flight at 2, two units at most and buckets at 3."""
+    common = {
+        "precision": "bf16",
+        "max_live_parameters": 0,
+        "prefetch_bucket_size": 0,
+        "param_persistence_threshold": 0,
+    }
+    ranks = 2
+    depths = run_ranks(ranks, at_depths, {**common, **moved, "zero_stage": stage})[0]
+    for held in depths:
+        p = g = 2 * held.numel
+        k = (4 + 8) * held.numel
+        temporaries = 4 * held.bucket_numel // ranks  # of the host's update
+        leaving = g + k + (p if stage == 3 else 0)
+        assert held.elsewhere == {"pinned_host": 0, "host": leaving // ranks + temporaries}
+        peaks = held.peaks
+        assert peaks["master"] == peaks["moments"] == 0
+        assert peaks["parameters"] == (0 if stage == 3 else p)
+        assert peaks["gathered_parameters"] <= (2 * 2 * held.unit_numel if stage == 3 else 0)
+        if stage == 1:
+            assert (peaks["gradients"], peaks["communication_buffers"]) == (g, 0)
+        else:
+            assert peaks["gradients"] + peaks["communication_buffers"] <= 10 * 2 * held.bucket_numel
+    if stage > 1:
+        constant = ("gathered_parameters", "gradients", "communication_buffers")
+        shallow, deep = ([held.peaks[name] for name in constant] for held in depths)
+        assert deep == shallow, "a unit at a time is gathered, and its gradients leave"
