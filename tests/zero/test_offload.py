@@ -31,6 +31,7 @@ BOTH = {**OPTIMIZER, **PARAMETERS}
 FILES = {"offload_optimizer": "nvme"}
 GRADIENT_FILES = {**FILES, "offload_gradients_nvme": True}
 PARAMETER_FILES = {"offload_param": "nvme"}
+SLICED = {"recompute_granularity": "full", "partition_activations": True, "checkpoint_in_cpu": True}
 # By which the first step overflows, and later ones do not.
 SCALE = {"initial_loss_scale": 2.0**18, "hysteresis": 1}
 
@@ -71,10 +72,10 @@ CASES = (
         OPTIMIZER,
     ),
     Case(
-        Cell(tp=2, dp=2, stage=2, precision="fp16", settings={**SCALE, "sub_group_size": 1000}),
+        Cell(tp=2, dp=2, stage=2, precision="fp16", settings={**SCALE, **SLICED, "sub_group_size": 1000}),
         OPTIMIZER,
     ),
-    Case(Cell(tp=2, dp=2, stage=3, precision="fp32", settings={"sequence_parallel": True}), BOTH),
+    Case(Cell(tp=2, dp=2, stage=3, precision="fp32", settings={**SLICED, "sequence_parallel": True}), BOTH),
     Case(
         Cell(
             dp=2,
@@ -103,7 +104,7 @@ CASES = (
     ),
     Case(Cell(dp=2, stage=2, precision="fp16", settings={**SCALE, "optimizer": "sgd", "sgd_momentum": 0.9}), FILES),
     Case(
-        Cell(tp=2, dp=2, stage=1, precision="bf16", settings={"optimizer": "lamb"}),
+        Cell(tp=2, dp=2, stage=1, precision="bf16", settings={**SLICED, "optimizer": "lamb"}),
         {**FILES, "offload_buffer_count": 3},
     ),
     Case(

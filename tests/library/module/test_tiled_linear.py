@@ -1,12 +1,14 @@
 """Tests tiles against the whole linear layer, the sizes of their temporary tensors, and partitioned parameters."""
 
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support.each import each
-from support.irregular_model import engine_around
+from support.irregular_model import engine_around, take_step
+from support.late_copies import late_copies
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero.errors import ConfigError
 from megazero.library.module.tiled_linear import TiledLinear
 from megazero.library.state.access import safe_get_full_grad
+from megazero.zero.parameters.gathered import GatheredParameters
 from megazero.zero.parameters.guard import attach_handle, guard, unguard
 
 IN, OUT = 13, 11
@@ -291,28 +294,55 @@ def test_shows_what_it_is() -> None:
     assert "in_features=13, out_features=11, bias=True, in_splits=3, out_splits=2" in shown
 
 
-def tiles_under_stage_3(rank: int, splits: int) -> tuple[float, int, Tensor]:
-    """Return loss, most gathered elements and the gradient of one training step of a model that is one wide layer."""
+class Step(NamedTuple):
+    """The outcome of a training step of a model that is one wide layer."""
+
+    loss: float
+    most_gathered: int
+    gradient: Tensor
+    weights: list[Tensor]
+
+
+def tiles_under_stage_3(rank: int, splits: int, **zero: Any) -> Step:
+    """Take a step of a model whose layer has so many tiles each way; the gradient is that of its first tile."""
     torch.manual_seed(8)
     plain = nn.Linear(24, 40, dtype=torch.float64)
     model = nn.Sequential(TiledLinear(24, 40, in_splits=splits, out_splits=splits, init_linear=plain).double())
-    engine = engine_around(model, mesh_in_worker(rank, dp=2), prefetch_bucket_size=0)
+    engine = engine_around(model, mesh_in_worker(rank, dp=2), prefetch_bucket_size=0, **zero)
     x = torch.randn(4, 24, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     engine.begin_step()
     loss = torch.tanh(model(x)).square().sum()
     engine.backward(loss, is_last=True)
     engine.finish_reductions()
-    gradient = safe_get_full_grad(model[0].linears[0][0].weight)
+    gradient, most_gathered = safe_get_full_grad(model[0].linears[0][0].weight), engine.gathered_numel[1]
     assert gradient is not None
+    take_step(engine)
+    with GatheredParameters(model):
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
     engine.close()
-    return loss.item(), engine.gathered_numel[1], gradient
+    return Step(loss.item(), most_gathered, gradient, weights)
 
 
 @pytest.mark.gloo
 def test_under_stage_3_a_tile_is_gathered_at_a_time() -> None:
-    (whole_loss, whole_peak, whole_gradient), _ = run_ranks(2, tiles_under_stage_3, 1)
-    (loss, peak, gradient), _ = run_ranks(2, tiles_under_stage_3, 4)
-    assert loss == pytest.approx(whole_loss, rel=1e-12)
-    torch.testing.assert_close(gradient, whole_gradient[:10, :6], rtol=1e-12, atol=1e-12)
-    assert whole_peak >= 24 * 40
-    assert peak < whole_peak / 8, "a sixteenth, and padding"
+    (whole, _), (tiles, _) = (run_ranks(2, tiles_under_stage_3, splits) for splits in (1, 4))
+    assert tiles.loss == pytest.approx(whole.loss, rel=1e-12)
+    torch.testing.assert_close(tiles.gradient, whole.gradient[:10, :6], rtol=1e-12, atol=1e-12)
+    assert whole.most_gathered >= 24 * 40
+    assert tiles.most_gathered < whole.most_gathered / 8, "a sixteenth, and padding"
+
+
+def tiles_at_home(rank: int, folder: Path) -> list[Step]:
+    """Return the steps of tiles whose states are on the device, in host memory and in files."""
+    moved = [{"offload_optimizer": home, "offload_param": home} for home in ("cpu", "nvme")]
+    with late_copies():
+        return [tiles_under_stage_3(rank, 4, **zero, nvme_path=folder) for zero in ({}, *moved)]
+
+
+@pytest.mark.gloo
+def test_a_home_changes_no_bit_of_the_tiles(tmp_path: Path) -> None:
+    for plain, *moved in run_ranks(2, tiles_at_home, tmp_path):
+        for step in moved:
+            assert (step.loss, step.most_gathered) == (plain.loss, plain.most_gathered)
+            assert torch.equal(step.gradient, plain.gradient)
+            assert all(map(torch.equal, step.weights, plain.weights))

@@ -68,11 +68,14 @@ def make_engine(
     optimizer: Make | None = None,
     precision: Mapping[str, Any] = BF16,
     accumulation: int = 1,
+    freezes: bool = False,
     mesh: Any = None,
     **zero: Any,
 ) -> DataParallelEngine:
+    """freezes: whether the layer in the middle stays as it is."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    model[2].requires_grad_(not freezes)
     config: dict[str, Any] = {"zero": {**homes(stage, home, folder), **zero}, "precision": dict(precision)}
     config["gradient_accumulation_steps"] = accumulation
     if optimizer is None:
@@ -101,8 +104,8 @@ def figures(engine: DataParallelEngine) -> list[tuple[str, Tensor]]:
         found += [(name, value.detach().clone()) for name, value in engine.module.named_parameters()]
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter)
-        assert master is not None
-        found.append((name, master.clone()))
+        assert (master is not None) == parameter.requires_grad
+        found += [] if master is None else [(name, master.clone())]
     for number, state in engine.optimizer.state_dict()["state"].items():
         found += [(f"{number} {kind}", torch.as_tensor(value).clone()) for kind, value in state.items()]
     return found
@@ -169,9 +172,12 @@ def test_an_optimizer_without_state_updates_weights_in_files(tmp_path: Path) -> 
     assert losses[0] == losses[1] and len(set(losses[0])) == 4
 
 
-@each("precision", [FP16, {"precision": "fp32"}])
-def test_values_in_other_number_formats(precision: Mapping[str, Any], tmp_path: Path) -> None:
-    files, plain = (make_engine(3, home, tmp_path, precision=precision) for home in ("nvme", "none"))
+@each(("precision", "freezes"), [(FP16, False), ({"precision": "fp32"}, False), (BF16, True)])
+def test_values_in_other_number_formats_and_of_frozen_parameters(
+    precision: Mapping[str, Any], freezes: bool, tmp_path: Path
+) -> None:
+    files, plain = (make_engine(3, home, tmp_path, precision=precision, freezes=freezes) for home in ("nvme", "none"))
+    assert [files.zero_engine.model_state_bytes(home).parameters > 0 for home in Home] == [False, False, True]
     for ours, theirs in zip(
         values_through_every_door(files, "exp_avg"), values_through_every_door(plain, "exp_avg"), strict=True
     ):
