@@ -34,6 +34,7 @@ class OffloadPrice(NamedTuple):
 
     traffic: bytes copied.  updated: elements that the host updates.  The seconds are those of copies, of the host's
     update, and of the model's computation, each by itself; None where a model's operations are not known.
+    threads: those of the host's update.
     files: bytes written and read; file_seconds: None where there was no room to measure their rate.
     is_late: whether the update runs beside the next step's computation.
     """
@@ -43,6 +44,7 @@ class OffloadPrice(NamedTuple):
     copy_seconds: float
     update_seconds: float
     compute_seconds: float | None
+    threads: int
     files: FileTraffic = NO_FILES
     file_seconds: float | None = 0.0
     is_late: bool = False
@@ -75,13 +77,15 @@ class OffloadPrice(NamedTuple):
         files = ""
         if any(self.files):
             written, read = map(format_bytes, self.files)
-            seconds = "at a rate not measured (no room)" if self.file_seconds is None else _ms(self.file_seconds)
+            seconds = "at a rate not measured (no room)"
+            if self.file_seconds is not None:
+                seconds = _at_rate(sum(self.files), self.file_seconds)
             files = f" {written} written to files and {read} read, {seconds};"
         line = (
             f"offloading, a step of this rank: {format_bytes(self.traffic.stored)} to host memory and"
-            f" {format_bytes(self.traffic.loaded)} back, {_ms(self.copy_seconds)};{files} {self.updated:,} elements"
-            f" updated by the host, {_ms(self.update_seconds)}; {beside} | at least {_ms(self.step_seconds)} a step:"
-            f" {self.binding} binds"
+            f" {format_bytes(self.traffic.loaded)} back, {_at_rate(sum(self.traffic), self.copy_seconds)};{files}"
+            f" {self.updated:,} elements updated by the host on {self.threads} threads, {_ms(self.update_seconds)};"
+            f" {beside} | at least {_ms(self.step_seconds)} a step: {self.binding} binds"
         )
         if compute is None or self.step_seconds <= _DEAR * compute:
             return [line]
@@ -91,7 +95,9 @@ class OffloadPrice(NamedTuple):
 
 
 def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None = None) -> list[str]:
-    """Return lines on the price of what lives in host memory or in files; none where nothing does.
+    """Return lines on the price of what lives in host memory or in files, and on files in the system's cache.
+
+    There are none where everything lives on the device.
 
     num_micro_batches: of a step.  flops: the floating-point operations of this rank's step; None: not known.
     """
@@ -112,7 +118,11 @@ def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None
         sample = min(sum(files), _WRITTEN_BYTES)
         rate = engine.measure_files(sample)
         price = price._replace(files=files, file_seconds=None if rate is None else sum(files) / rate)
-    return price.lines()
+    lines = price.lines()
+    if not engine.files_are_direct:
+        given = f"notice: the file system of {engine.settings.zero.nvme_path} has no direct access to its disk"
+        lines.append(f"{given}: states in files pass through the system's cache, which takes host memory")
+    return lines
 
 
 def estimate_price(
@@ -131,7 +141,12 @@ def estimate_price(
         copy_seconds=total / host_bandwidth(device, copied),
         update_seconds=updated * _update_seconds(min(max(updated, 1), _UPDATED_NUMEL)),
         compute_seconds=None if flops is None else flops * _flop_seconds(dtype, device),
+        threads=torch.get_num_threads(),
     )
+
+
+def _at_rate(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / seconds / 1e9:.3g} GB/s, {_ms(seconds)}"
 
 
 def _ms(seconds: float) -> str:

@@ -601,11 +601,6 @@ class _Loop:
             f"{f', and in host memory: {format_bytes(away)}' if away else ''}"
             f"{f', and in files: {format_bytes(in_files)}' if in_files else ''}"
         )
-        if not engine.files_are_direct:
-            self._run.reporting.console.line(
-                "notice: the file system of --nvme-path has no direct access to its disk: states in files pass through"
-                " the system's cache, which takes host memory"
-            )
         for line in self._run.reporting.opening:
             self._run.reporting.console.line(line)
         if self._state.iteration:

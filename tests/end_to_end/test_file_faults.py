@@ -218,6 +218,21 @@ def test_a_folder_in_which_no_files_can_be_made(name: str, tmp_path: Path, monke
         assert code == FileError.exit_code == 2
 
 
+def test_files_in_the_systems_cache_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_launcher(monkeypatch)
+    with mounted(tmp_path / "ramfs", "-t", "ramfs", "none") as folder:
+        notice = f"notice: the file system of {folder} has no direct access to its disk: states in files pass through"
+        make_engine(folder).close()
+        assert capsys.readouterr().err.count(notice) == 1
+        run = {**SMALL_RUN, **FILES, "--train-iters": "1", "--nvme-path": str(folder)}
+        assert run_here(command_line(run), monkeypatch) == 0
+        assert capsys.readouterr().out.count(notice) == 1
+    make_engine(None, offload_optimizer="cpu").close()
+    assert "notice" not in capsys.readouterr().err
+
+
 def test_an_engine_that_could_not_be_made_is_made_elsewhere(tmp_path: Path) -> None:
     """The model is as it was: it goes on in the same process with a better folder."""
     with small_disk(tmp_path / "disk") as disk:

@@ -3,13 +3,13 @@
 import torch
 
 from megazero.report.offload_price import OffloadPrice, estimate_price
-from megazero.zero.plan import HostTraffic
+from megazero.zero.plan import FileTraffic, HostTraffic
 
 CPU = torch.device("cpu")
 
 
 def price(copy: float, update: float, compute: float | None) -> OffloadPrice:
-    return OffloadPrice(HostTraffic(3 << 20, 1 << 20), 2_000_000, copy, update, compute)
+    return OffloadPrice(HostTraffic(3 << 20, 1 << 20), 2_000_000, copy, update, compute, 3)
 
 
 def test_a_step_takes_the_longer_of_copies_and_work() -> None:
@@ -23,9 +23,12 @@ def test_a_step_takes_the_longer_of_copies_and_work() -> None:
 def test_a_line_says_the_price_and_a_second_one_warns() -> None:
     (line,) = price(0.01, 0.004, 0.008).lines()
     assert line == (
-        "offloading, a step of this rank: 3.0 MiB to host memory and 1.0 MiB back, 10.0 ms; 2,000,000 elements updated"
-        " by the host, 4.0 ms; computation, 8.0 ms | at least 12.0 ms a step: the computation binds"
+        "offloading, a step of this rank: 3.0 MiB to host memory and 1.0 MiB back, 0.419 GB/s, 10.0 ms; 2,000,000"
+        " elements updated by the host on 3 threads, 4.0 ms; computation, 8.0 ms | at least 12.0 ms a"
+        " step: the computation binds"
     )
+    (line,) = price(0.01, 0.004, 0.008)._replace(files=FileTraffic(1 << 20, 1 << 20), file_seconds=0.001).lines()
+    assert " ms; 1.0 MiB written to files and 1.0 MiB read, 2.1 GB/s, 1.0 ms; 2,000,000 elements" in line
     assert price(0.03, 0.0, 0.01).lines()[1:] == []
     (warning,) = price(0.0301, 0.0, 0.01).lines()[1:]
     assert warning.startswith("warning:") and "3.0 times" in warning and "the link" in warning

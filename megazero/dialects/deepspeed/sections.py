@@ -214,7 +214,7 @@ def _translate_shared(translation: Translation, setting: str, paths: Sequence[st
     if len({key.value for key in found}) > 1:
         given = " and ".join(key.source for key in found)
         file.diagnostics.problems.append(Problem(given, rule, "the same value in both sections"))
-    elif found:
+    if found:  # also where they differ: no rule is to find the setting missing as well
         value = Path(found[0].value) if _INFO[setting].kind == "path" else found[0].value
         translation.write(setting, value, found[0].source)
 

@@ -1,6 +1,7 @@
 """Tests the translation of a DeepSpeed configuration, published ones among them, into the library's own sections."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from support.each import each
@@ -267,6 +268,7 @@ def test_gradients_in_the_models_own_format_are_no_wider() -> None:
 # --- offloading -------------------------------------------------------------------------------------------------------
 
 CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "/a"}
 OLD_PARAM = {"cpu_offload_param": True}
 
 
@@ -339,6 +341,20 @@ def test_host_memory_is_pinned_for_all_or_for_none(zero: dict[str, Any], is_pinn
 
 
 @each(
+    "zero",
+    [
+        {"offload_optimizer": NVME, "offload_param": NVME},
+        {"offload_optimizer": NVME, "offload_param": {"device": "nvme"}},
+        {"offload_optimizer": {**CPU, "nvme_path": "/a"}, "offload_param": NVME},
+        {"offload_optimizer": NVME, "offload_param": {"device": "none", "nvme_path": "/b"}},
+    ],
+)
+def test_all_files_are_in_one_folder(zero: dict[str, Any]) -> None:
+    made, file = moved(3, **zero)
+    assert made.nvme_path == Path("/a") and file.diagnostics.problems == []
+
+
+@each(
     ("stage", "zero", "given", "legal"),
     [
         (
@@ -353,6 +369,13 @@ def test_host_memory_is_pinned_for_all_or_for_none(zero: dict[str, Any], is_pinn
             {"cpu_offload": True, "cpu_offload_use_pin_memory": True, "offload_param": {**CPU, "pin_memory": False}},
             "zero_optimization.offload_param.pin_memory: false and"
             " ds.json: zero_optimization.cpu_offload_use_pin_memory: true",
+            "the same value in both sections",
+        ),
+        (
+            3,
+            {"offload_optimizer": NVME, "offload_param": {**NVME, "nvme_path": "/b"}},
+            'zero_optimization.offload_optimizer.nvme_path: "/a" and'
+            ' ds.json: zero_optimization.offload_param.nvme_path: "/b"',
             "the same value in both sections",
         ),
         (
