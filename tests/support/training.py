@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from support.configs import make_run
 from support.flat_layout import padded_numel
+from support.late_copies import late_copies
 from support.models import box_index, build_gpt, context
 from support.processes import mesh_in_worker, run_ranks
 from support.reference import Batch, History, Recipe, Shape, scheduled_rate, train
@@ -158,9 +159,15 @@ def write_text_corpus(folder: Path) -> str:
     return write_corpus(folder / "text", documents)
 
 
-def train_cell(cell: Cell, prefix: str) -> list[Outcome]:
-    """Train on real ranks and return one outcome a rank."""
-    return run_ranks(cell.world_size, train_on_rank, cell, prefix)
+def train_cell(cell: Cell, prefix: str, *, copies_late: bool = False) -> list[Outcome]:
+    """Train on real ranks and return one outcome a rank; copies_late: those of homes, as `late_copies` makes them."""
+    return run_ranks(cell.world_size, train_late_on_rank if copies_late else train_on_rank, cell, prefix)
+
+
+def train_late_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
+    """Train as `train_on_rank` does, with copies of homes that finish late, into memory that is full of NaN."""
+    with late_copies():
+        return train_on_rank(rank, cell, prefix)
 
 
 def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:

@@ -15,12 +15,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.configs import make_run
-from support.late_copies import late_copies
 from support.layouts import is_accepted, pairs, pairs_in
 from support.ledgered_step import Held, ledgered_step
 from support.processes import run_ranks
 from support.reference import decayed
-from support.training import SETTINGS, Cell, Outcome, first_weights, train_on_rank, write_text_corpus
+from support.training import (
+    SETTINGS,
+    Cell,
+    Outcome,
+    first_weights,
+    train_late_on_rank,
+    train_on_rank,
+    write_text_corpus,
+)
 
 from megazero.config.run import RunConfig
 from megazero.zero.plan import Home, Lifetime, OptimizerShape, file_traffic, host_traffic, model_state_bytes, resolve
@@ -198,9 +205,7 @@ def compare(rank: int, case: Case, prefix: str) -> tuple[Outcome, Outcome]:
     """Train both ways on this rank."""
     plain = train_on_rank(rank, case.cell, prefix)
     folder = {"nvme_path": str(Path(prefix).parent)} if "nvme" in case.moved.values() else {}
-    with late_copies():
-        moved = train_on_rank(rank, case.cell.with_settings({**case.moved, **folder}), prefix)
-    return plain, moved
+    return plain, train_late_on_rank(rank, case.cell.with_settings({**case.moved, **folder}), prefix)
 
 
 @pytest.mark.gloo
