@@ -30,7 +30,7 @@ from weakref import finalize
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from megazero.errors import ConfigError, FileError, Problem
+from megazero.errors import ConfigError, FileError, MemoryLimitError, Problem
 from megazero.memory.host import host_bytes
 from megazero.memory.ledger_interface import AnyLedger
 from megazero.operating_system import ALIGNMENT, bypass_page_cache, free_space, reserve_space
@@ -140,9 +140,18 @@ class BlockIO:
         self.block_bytes = block_bytes
         self.queue_depth = queue_depth
         self._requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        threads = [Thread(target=_serve, args=(self._requests,), daemon=True) for _ in range(queue_depth)]
-        for thread in threads:
-            thread.start()
+        threads: list[Thread] = []
+        try:
+            for _ in range(queue_depth):
+                thread = Thread(target=_serve, args=(self._requests,), daemon=True)
+                thread.start()
+                threads.append(thread)
+        except RuntimeError as error:
+            _end_threads(self._requests, threads)
+            given = f"{queue_depth} threads that read and write files, of which {len(threads)} could be started"
+            rule = f"the system has memory for them, and allows as many: {error}"
+            legal = "a smaller aio_queue_depth, or higher limits (ulimit -d, ulimit -v, ulimit -u)"
+            raise MemoryLimitError(Problem(given, rule, legal)) from error
         # Runs at the latest when python exits: its own end of a thread that holds tensors can abort the process.
         self._end = finalize(self, _end_threads, self._requests, threads)
 

@@ -1,4 +1,4 @@
-"""Tests what a user sees when the files of model states cannot be made, fail or are damaged, by both doors.
+"""Tests what a user sees when the files of model states cannot be made, fail or are damaged, or memory is missing.
 
 By either door a fault ends in an error that names the place, without a traceback in a run, and before anything is lost.
 """
@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import resource
 import signal
 import stat
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from threading import active_count
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +29,7 @@ from torch import nn
 import megazero
 from megazero.checkpoint.folders import LATEST
 from megazero.checkpoint.reader import open_checkpoint
-from megazero.errors import FileError, UserError
+from megazero.errors import FileError, MemoryLimitError, UserError
 from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.library.state.access import safe_get_full_fp32_param
 
@@ -72,6 +74,17 @@ class Fault(NamedTuple):
 def a_file(folder: Path) -> Iterator[Path]:
     (folder / "file").touch()
     yield folder / "file"
+
+
+@contextmanager
+def a_device(folder: Path) -> Iterator[Path]:
+    yield Path(os.devnull)
+
+
+@contextmanager
+def a_pipe(folder: Path) -> Iterator[Path]:
+    os.mkfifo(folder / "pipe")
+    yield folder / "pipe"
 
 
 @contextmanager
@@ -129,6 +142,12 @@ def a_small_disk(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def a_disk_of_few_files(folder: Path) -> Iterator[Path]:
+    with mounted(folder / "disk", "-t", "tmpfs", "-o", "nr_inodes=1", "none") as place:
+        yield place
+
+
+@contextmanager
 def another_user(folder: Path) -> Iterator[Path]:
     """Yield a folder that its user may not write to; root becomes another user for a while."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name, ExitStack() as stack:
@@ -158,19 +177,26 @@ def small_files(folder: Path) -> Iterator[Path]:
         yield folder / "states"
 
 
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
+def largest_file(nbytes: int) -> AbstractContextManager[None]:
     """Let this process write no file beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    return limited(resource.RLIMIT_FSIZE, nbytes)
+
+
+@contextmanager
+def limited(kind: int, value: int) -> Iterator[None]:
+    """Let this process have no more of what a limit of the system is about."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(kind, before)
 
 
 FOLDERS: Mapping[str, Fault] = {
     "a file": Fault(a_file, ("configuration error", "{place}", "is none", "a folder that exists")),
+    "a device": Fault(a_device, ("configuration error", "{place}", "/null is none", "a folder that exists")),
+    "a pipe": Fault(a_pipe, ("configuration error", "{place}", "/pipe is none", "a folder that exists")),
     "below a file": Fault(below_a_file, ("configuration error", "{place}", "/file is none", "a folder that exists")),
     "a link to nothing": Fault(a_link_to_nothing, ("configuration error", "{place}", "/link is none")),
     "a link to itself": Fault(a_link_to_itself, ("configuration error", "{place}", "/loop is none")),
@@ -180,6 +206,7 @@ FOLDERS: Mapping[str, Fault] = {
     "below a mount that is read only": Fault(below_read_only, ("file error", "{place}", "Read-only file", "legal:")),
     "a folder without files": Fault(where_no_file_can_be, ("file error", "{place}", "can be made in", "legal:")),
     "a small disk": Fault(a_small_disk, ("file error", "in {place}", "bytes (", "are free", "No space left", "legal:")),
+    "a disk of few files": Fault(a_disk_of_few_files, ("file error", "{place}", "files can be made in: No space")),
     "another user's folder": Fault(another_user, ("file error", "{place}", "Permission denied", "legal:")),
     "too many open files": Fault(few_open_files, ("file error", "{place}", "Too many open files", "legal:")),
     "a limit of the size of files": Fault(small_files, ("file error", "in {place}", "File too large", "legal:")),
@@ -287,17 +314,40 @@ def truncate(descriptor: int) -> None:
     os.ftruncate(descriptor, 1000)
 
 
-@NEEDS_PROC
-@each(
-    ("damage", "kind", "told"),
-    [
-        (flip, "master", "its checksum differs"),
-        (flip, "exp_avg", "its checksum differs"),
-        (truncate, "exp_avg_sq", "could be read"),
-        (flip, "parameters", "its checksum differs"),
-        (truncate, "parameters", "could be read"),
-    ],
+def lose(descriptor: int) -> None:
+    """Lose all that has been written to a file."""
+    os.pwrite(descriptor, bytes(os.fstat(descriptor).st_size), 0)
+    os.fdatasync(descriptor)
+
+
+def tear(descriptor: int) -> None:
+    """Lose the second half of every page that has been written."""
+    for at in range(2048, os.fstat(descriptor).st_size, 4096):
+        os.pwrite(descriptor, bytes(2048), at)
+    os.fdatasync(descriptor)
+
+
+def misplace(descriptor: int) -> None:
+    """Move every page of a file to the next one's place."""
+    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    os.pwrite(descriptor, content[-4096:] + content[:-4096], 0)
+    os.fdatasync(descriptor)
+
+
+DAMAGES = (
+    (flip, "master", "its checksum differs"),
+    (flip, "exp_avg", "its checksum differs"),
+    (truncate, "exp_avg_sq", "could be read"),
+    (flip, "parameters", "its checksum differs"),
+    (truncate, "parameters", "could be read"),
+    (lose, "exp_avg", "its checksum differs"),
+    (tear, "master", "its checksum differs"),
+    (misplace, "exp_avg_sq", "its checksum differs"),
 )
+
+
+@NEEDS_PROC
+@each(("damage", "kind", "told"), DAMAGES)
 def test_after_damage_an_engine_is_of_no_use_and_the_checkpoint_is(
     damage: Callable[[int], None], kind: str, told: str, tmp_path: Path
 ) -> None:
@@ -361,6 +411,57 @@ def test_a_disk_that_fails(tmp_path: Path) -> None:
         assert os.strerror(errno.EIO) in message or "its checksum differs" in message
         os.truncate(disk, size)
         engine.close()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def no_more_memory() -> AbstractContextManager[None]:
+    """Let the process have 24 MiB more than now."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return limited(resource.RLIMIT_DATA, (int(found[1]) << 10) + (24 << 20))
+
+
+def states_of_the_device(folder: Path) -> None:
+    """Move states, 36 MiB of each kind, to host memory that there is not; they stay on the device."""
+    torch.manual_seed(3)
+    model = nn.Linear(3072, 3072, bias=False)
+    config = {"zero": {"zero_stage": 3}, "optimizer": {"type": "AdamW", "lr": 0.01}}
+    engine, x = megazero.initialize(model, config), torch.ones(1, 3072)
+    with torch.no_grad(), ExitStack() as stack:
+        stack.callback(engine.close)
+        found = engine(x)
+        stack.callback(lambda: torch.testing.assert_close(engine(x), found, rtol=0, atol=0))
+        stack.enter_context(no_more_memory())
+        engine.offload_states()
+
+
+def threads_of_files(folder: Path) -> None:
+    with no_more_memory():
+        make_engine(folder, aio_queue_depth=32)  # of 8 MiB each; those of a few threads that have ended are there
+
+
+MEMORY: Mapping[Callable[[Path], None], tuple[str, ...]] = {
+    states_of_the_device: (
+        *("memory limit exceeded: 37748736 bytes (36.0 MiB) of host memory", "the system has that much left"),
+        *("legal: less in host memory", "or device nvme"),
+    ),
+    threads_of_files: (
+        *("memory limit exceeded: 32 threads that read and write files, of which ", "could be started"),
+        *("can't start new thread", "legal: a smaller aio_queue_depth"),
+    ),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the limit is set from what Linux counts")
+@each("use", MEMORY)
+def test_memory_that_is_missing(use: Callable[[Path], None], tmp_path: Path) -> None:
+    before = active_count()
+    with pytest.raises(MemoryLimitError) as caught:
+        use(tmp_path)
+    check_message(str(caught.value), MEMORY[use], None)
+    assert active_count() <= before
 
 
 # --- later, in a run --------------------------------------------------------------------------------------------------
@@ -463,3 +564,13 @@ def test_two_runs_share_a_folder_on_a_disk_that_becomes_full(tmp_path: Path, und
             assert all(loss == undisturbed[n] for n, loss in losses_of(folder).items() if n in undisturbed)
         (states / "other").unlink()
         assert free_bytes(states) == free and os.listdir(states) == []
+
+
+def test_there_are_thirty_faults() -> None:
+    others = (
+        test_files_in_the_systems_cache_are_told,
+        test_a_write_that_fails,
+        test_a_disk_that_fails,
+        test_a_disk_that_is_too_small_for_the_second_rank,
+    )
+    assert len(FOLDERS) + len(set(DAMAGES)) + len(MEMORY) + len(others) >= 30
