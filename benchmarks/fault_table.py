@@ -1399,6 +1399,38 @@ SHARED_FAULTS: tuple[Fault, ...] = (
         run="tests/command_line/test_deepspeed_files.py",
         library="tests/library/test_deepspeed_files.py",
     ),
+    *at_both_doors(
+        "config/engine_sections.py",
+        "without a stage nothing is partitioned",
+        "    zero_stage: int = setting(\n        1,",
+        "    zero_stage: int = setting(\n        0,",
+        run="tests/command_line/test_sources.py",
+        library="tests/library/test_config.py",
+    ),
+    *at_both_doors(
+        "rules/moot.py",
+        "a setting without effect of another project's file is refused",
+        "if item.origin is Origin.USER or (strict and item.origin is Origin.FOREIGN):",
+        "if item.origin is not Origin.DEFAULT:",
+        run="tests/command_line/test_deepspeed_files.py",
+        library="tests/library/test_config.py",
+    ),
+    *at_both_doors(
+        "zero/engine.py",
+        "the first module that reads a Unit does not gather it",
+        "            for module in unit.consumers:\n",
+        "            for module in unit.consumers[1:]:\n",
+        run="tests/train/test_step.py",
+        library="tests/library/module/test_leaf_modules.py",
+    ),
+    *at_both_doors(
+        "memory/fused_buffers.py",
+        "a Lease has the buffer of one that has not been released",
+        "storage = self._free.pop()",
+        "storage = self._free[-1]",
+        run="tests/train/test_loop.py",
+        library="tests/library/test_data_parallel_engine.py",
+    ),
 )
 
 FAULTS = (*PACKAGE_FAULTS, *SHARED_FAULTS)
