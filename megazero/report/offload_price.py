@@ -81,10 +81,11 @@ class OffloadPrice(NamedTuple):
             if self.file_seconds is not None:
                 seconds = _at_rate(sum(self.files), self.file_seconds)
             files = f" {written} written to files and {read} read, {seconds};"
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         line = (
             f"offloading, a step of this rank: {format_bytes(self.traffic.stored)} to host memory and"
             f" {format_bytes(self.traffic.loaded)} back, {_at_rate(sum(self.traffic), self.copy_seconds)};{files}"
-            f" {self.updated:,} elements updated by the host on {self.threads} threads, {_ms(self.update_seconds)};"
+            f" {self.updated:,} elements updated by the host on {threads}, {_ms(self.update_seconds)};"
             f" {beside} | at least {_ms(self.step_seconds)} a step: {self.binding} binds"
         )
         if compute is None or self.step_seconds <= _DEAR * compute:
