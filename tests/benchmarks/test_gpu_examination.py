@@ -41,6 +41,12 @@ def test_every_phase_is_a_function_that_takes_its_options() -> None:
         assert set(phase.options) <= set(code.co_varnames[1 : 1 + code.co_kwonlyargcount]), phase.key
 
 
+def test_the_test_of_recorded_passes_is_there_for_the_phase_of_gpu_tests() -> None:
+    """The phase names it, since it leaves out the rest of its file, and a name that is not there fails on a GPU only."""
+    file, _, name = gpu_phases.GRAPHS_TEST.partition("::")
+    assert f"\ndef {name}(" in (ROOT / file).read_text("utf-8")
+
+
 def test_phases_that_matter_fit_into_the_time() -> None:
     alone = [phase for phase in PHASES if phase.runs == gpu_examination.ALONE]
     together = [phase for phase in PHASES if phase.runs == gpu_examination.TOGETHER]

@@ -232,7 +232,6 @@ def test_hollow_tensors_go_forward_and_backward_with_dropout() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.bfloat16, 3e-2)])
 def test_a_gpu_gives_the_same_losses_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
     found = []
@@ -250,7 +249,6 @@ def test_a_gpu_gives_the_same_losses_and_gradients(dtype: torch.dtype, tolerance
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_dropout_repeats_by_sample_on_a_gpu() -> None:
     tp = context(dtype=torch.bfloat16, device=torch.device("cuda"))
     model = build_gpt(small_config(attention_dropout=0.3, hidden_dropout=0.3), tp, vocab_size=VOCAB)

@@ -192,7 +192,6 @@ GPU_SHAPES = [(7, 12, 9), (1, 1, 1), (3, 40_001, 40_001), (5, 50_304, 50_257), (
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_gpus_kernel_has_the_losses_and_gradients_of_torch(dtype: torch.dtype) -> None:
     check_kernel("cuda", dtype, GPU_SHAPES)
@@ -215,7 +214,6 @@ def test_the_kernel_as_triton_interprets_it_on_a_cpu() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @each("value", [torch.inf, -torch.inf, torch.nan])
 def test_a_gpus_kernel_shows_logits_that_are_not_finite(value: float) -> None:
     logits, labels, _ = draw(torch.float32, weighted=False)

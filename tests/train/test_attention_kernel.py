@@ -263,7 +263,6 @@ def test_steps_compute_with_the_kernel_of_the_run() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_on_a_gpu(is_masked: bool) -> None:
     call = AttentionCall((2, 4, 256, 64), torch.bfloat16, GPU, 0.0, is_masked)
@@ -272,7 +271,6 @@ def test_on_a_gpu(is_masked: bool) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("wanted", ["flash", "efficient", "unfused"])
 def test_a_name_is_what_computes_on_a_gpu(wanted: str) -> None:
     config = tiny_run(attention_backend=wanted, precision="bf16", hidden_size=64)

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from support.planned_step import PARTS, differences, dry_figures, job_of
 from support.processes import run_ranks
 
 from megazero.config.optimizers import OPTIMIZERS, RUN_NAMES
-from megazero.planner.dry.rank import run_rank
+from megazero.planner.dry.rank import DryRank, run_rank
 from megazero.planner.trace import Begin, Compute, FileAccess, TraceWait
 
 pytestmark = pytest.mark.gloo
@@ -88,7 +89,20 @@ def test_a_dry_run_makes_no_file_and_no_folder(tmp_path: Path) -> None:
     settings = {"global_batch_size": 2, "zero_stage": 3, **FILES, "offload_param": "nvme", **LATE}
     dry_figures(0, {**settings, "nvme_path": tmp_path / "none"}, (1,))
     assert not list(tmp_path.iterdir())
-    assert gc.isenabled(), "garbage is collected again"
+
+
+def test_garbage_is_collected_before_and_after_but_not_during_a_dry_run() -> None:
+    with ExitStack() as stack:
+        DryRank(job_of({"global_batch_size": 2}, (1,)), 0, stack)
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with ExitStack() as stack:
+            DryRank(job_of({"global_batch_size": 2}, (1,)), 0, stack)
+        assert not gc.isenabled(), "whoever has disabled it enables it"
+    finally:
+        gc.enable()
 
 
 def test_a_late_update_runs_beside_the_next_step() -> None:
