@@ -42,7 +42,7 @@ def test_every_phase_is_a_function_that_takes_its_options() -> None:
 
 
 def test_the_test_of_recorded_passes_is_there_for_the_phase_of_gpu_tests() -> None:
-    """The phase names it, since it leaves out the rest of its file, and a name that is not there fails on a GPU only."""
+    """The phase leaves out the rest of the file; a name that is not there would fail on a GPU only."""
     file, _, name = gpu_phases.GRAPHS_TEST.partition("::")
     assert f"\ndef {name}(" in (ROOT / file).read_text("utf-8")
 
