@@ -65,8 +65,9 @@ bring_uv() {
         pip=(.venv/bin/python -m pip)
     fi
     "${pip[@]}" config list >.venv/pip-settings.txt &
-    PIP_ROOT_USER_ACTION=ignore "${pip[@]}" install --quiet --no-compile --no-deps --upgrade --target .venv/uv "$wanted" ||
-        return
+    # A folder is no environment: settings that ask for a user's own, or for an activated one, are about others.
+    PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_ROOT_USER_ACTION=ignore "${pip[@]}" install --quiet --no-compile --no-deps \
+        --upgrade --target .venv/uv "$wanted" || return
     wait $!
 }
 

@@ -15,6 +15,7 @@ def environment_made(root: Path, python: str, wheels: Path) -> "subprocess.Compl
     shutil.copytree(ROOT / "scripts", root / "scripts")
     shutil.copy(ROOT / "setup.py", root)
     settings = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_EXTRA_INDEX_URL": "https://a/b https://c"}
+    settings["PIP_REQUIRE_VIRTUALENV"] = "1"  # as many users have set
     return subprocess.run(
         ["bash", "-c", "source scripts/environment.sh; ensure_environment"],
         cwd=root, env={"PATH": "/usr/bin:/bin", "PYTHON": python, **settings},
