@@ -33,7 +33,8 @@ def use_cpu_threads(given: int | None, launch: Launch, device: torch.device, *, 
 def share_cpu_threads(launch: Launch) -> None:
     """Set the number of threads in a program of the user's, unless the number is one that the program has chosen.
 
-    Torch's own number is torchrun's, or without OMP_NUM_THREADS that of all cores; any other is the program's.
+    Torch's own number is torchrun's, or without OMP_NUM_THREADS that of all cores, logical or physical: there a number
+    up to the share is the program's, and a larger one counts as torch's.
     """
     count, now = cpu_threads(None, launch, os.environ), torch.get_num_threads()
     if count is not None and (now == 1 if os.environ.get("OMP_NUM_THREADS") else now > count):
