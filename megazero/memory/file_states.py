@@ -152,6 +152,12 @@ class FileState:
         return block
 
 
+def cache_notice(folder: Path) -> str:
+    """Return a line on files of `folder` that are not read and written past the system's cache."""
+    given = f"notice: the file system of {folder} has no direct access to its disk"
+    return f"{given}: states in files pass through the system's cache, which takes host memory"
+
+
 class FileStates:
     """The states of one rank that live in files under one folder, and the buffers through which they pass."""
 

@@ -124,8 +124,8 @@ class LedgerReport:
 def ledger_scalars(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return TensorBoard's scalars, from every rank's `end_step`; none without a ledger.
 
-    Memory is that of the rank with the highest peak, at its peak, so that categories add up; traffic is the most that
-    any rank sent.
+    Memory is that of the rank with the highest peak, at its peak, so that categories add up; what is elsewhere, and
+    traffic, are the most that any rank has and sent.
     """
     records = [record for record in ranks if record]
     if not records:
@@ -134,6 +134,8 @@ def ledger_scalars(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     scalars: dict[str, float] = {f"memory/{name}": fullest["at_peak"][name] for name in CATEGORIES}
     scalars["memory/peak"] = fullest["peak_bytes"]
     for record in records:
+        for kind, nbytes in record.get("elsewhere", {}).items():
+            scalars[f"memory/{kind}"] = max(scalars.get(f"memory/{kind}", 0), nbytes)
         for axis, by_collective in record["traffic"].items():
             for collective, sent in by_collective.items():
                 for unit, amount in sent.items():

@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megazero.memory.file_states import cache_notice
 from megazero.memory.host import host_bandwidth
 from megazero.parallel.topology import SHARDS
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine
 from megazero.zero.plan import NO_FILES, FileTraffic, HostTraffic, file_traffic, host_traffic
 
-# Beyond this many times the step without offloading, the price is a warning.
+# Beyond this many times the computation, the price is a warning.
 _DEAR = 3.0
 _REPETITIONS = 3
 _COPIED_BYTES = 32 << 20
@@ -61,6 +62,12 @@ class OffloadPrice(NamedTuple):
         return max(both) if self.is_late else sum(both)
 
     @property
+    def _dear_below(self) -> float:
+        """The time of a computation than which a step takes over three times as long for all shorter ones."""
+        beside = max(self.copy_seconds, self.file_seconds or 0.0) / _DEAR
+        return max(beside, self.update_seconds / (_DEAR if self.is_late else _DEAR - 1.0))
+
+    @property
     def binding(self) -> str:
         """The name of what the step waits for most."""
         compute = self.compute_seconds or 0.0
@@ -71,7 +78,10 @@ class OffloadPrice(NamedTuple):
         return "the host's update" if self.update_seconds > compute else "the computation"
 
     def lines(self) -> list[str]:
-        """Return what is printed before the first step: the cost, and a warning beyond three times the computation."""
+        """Return what is printed before the first step: the cost, and a warning beyond three times the computation.
+
+        Where the computation is not known, the cost ends with the time of one that is so short.
+        """
         compute = self.compute_seconds
         beside = "the computation beside" if compute is None else f"computation, {_ms(compute)}"
         files = ""
@@ -88,7 +98,9 @@ class OffloadPrice(NamedTuple):
             f" {self.updated:,} elements updated by the host on {threads}, {_ms(self.update_seconds)};"
             f" {beside} | at least {_ms(self.step_seconds)} a step: {self.binding} binds"
         )
-        if compute is None or self.step_seconds <= _DEAR * compute:
+        if compute is None:
+            return [f"{line}; a computation below {_ms(self._dear_below)} a step would be slowed over three times"]
+        if self.step_seconds <= _DEAR * compute:
             return [line]
         times = self.step_seconds / max(compute, 1e-9)
         warning = f"warning: by offloading, a step takes about {times:.1f} times as long, because of {self.binding}"
@@ -120,10 +132,8 @@ def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None
         rate = engine.measure_files(sample)
         price = price._replace(files=files, file_seconds=None if rate is None else sum(files) / rate)
     lines = price.lines()
-    if not engine.files_are_direct:
-        given = f"notice: the file system of {engine.settings.zero.nvme_path} has no direct access to its disk"
-        lines.append(f"{given}: states in files pass through the system's cache, which takes host memory")
-    return lines
+    folder = engine.settings.zero.nvme_path
+    return lines if folder is None or engine.files_are_direct else [*lines, cache_notice(folder)]
 
 
 def estimate_price(

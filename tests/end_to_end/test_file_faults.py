@@ -27,6 +27,7 @@ from support.mounts import ext4_disk, free_bytes, mounted, small_disk
 from torch import nn
 
 import megazero
+from megazero import zero
 from megazero.checkpoint.folders import LATEST
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.errors import FileError, MemoryLimitError, UserError
@@ -253,6 +254,11 @@ def test_files_in_the_systems_cache_are_told(
         notice = f"notice: the file system of {folder} has no direct access to its disk: states in files pass through"
         make_engine(folder).close()
         assert capsys.readouterr().err.count(notice) == 1
+        config = {"zero": {"zero_stage": 3, "offload_param": "nvme", "nvme_path": str(folder)}}
+        with zero.Init(remote_device="nvme", config_dict_or_path=config):
+            model = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        assert capsys.readouterr().err.count(notice) == 1
+        del model
         run = {**SMALL_RUN, **FILES, "--train-iters": "1", "--nvme-path": str(folder)}
         assert run_here(command_line(run), monkeypatch) == 0
         assert capsys.readouterr().out.count(notice) == 1

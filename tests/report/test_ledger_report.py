@@ -1,6 +1,7 @@
 """The ledger of real training steps agrees with the engine's totals and the traffic meter, and writes its files."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -233,14 +234,17 @@ def test_traffic_is_what_was_sent() -> None:
 
 
 def test_scalars_are_those_of_the_fullest_rank() -> None:
-    def record(parameters: int, activations: int, messages: int) -> dict[str, Any]:
+    def record(parameters: int, activations: int, messages: int, elsewhere: Mapping[str, int]) -> dict[str, Any]:
         at_peak = dict.fromkeys(CATEGORIES, 0) | {"parameters": parameters, "activations": activations}
         sent = {"dp": {"all_gather": {"messages": messages, "bytes": 10 * messages}}}
-        return {"peak_bytes": parameters + activations, "at_peak": at_peak, "peaks": at_peak, "traffic": sent}
+        found = {"peak_bytes": parameters + activations, "at_peak": at_peak, "peaks": at_peak, "traffic": sent}
+        return found | ({"elsewhere": dict(elsewhere)} if elsewhere else {})
 
-    scalars = ledger_scalars([record(9, 1, 3), record(5, 6, 2)])
+    ranks = [record(9, 1, 3, {"pinned_host": 7, "host": 1, "file": 0}), record(5, 6, 2, {"host": 4, "file": 8})]
+    scalars = ledger_scalars([*ranks, record(1, 1, 1, {})])
     assert scalars["memory/peak"] == 11 == sum(scalars[f"memory/{name}"] for name in CATEGORIES)
     assert (scalars["memory/parameters"], scalars["memory/activations"]) == (5, 6)
     assert scalars["traffic/dp/all_gather-messages"] == 3
     assert scalars["traffic/dp/all_gather-bytes"] == 30
-    assert len(scalars) == len(CATEGORIES) + 3
+    assert [scalars[f"memory/{kind}"] for kind in ("pinned_host", "host", "file")] == [7, 4, 8]
+    assert len(scalars) == len(CATEGORIES) + 6

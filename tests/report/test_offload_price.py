@@ -34,9 +34,22 @@ def test_a_line_says_the_price_and_a_second_one_warns() -> None:
     assert warning.startswith("warning:") and "3.0 times" in warning and "the link" in warning
 
 
-def test_where_the_computation_is_not_known_nothing_is_said_of_it() -> None:
+def test_where_the_computation_is_not_known_the_line_ends_with_one_that_is_too_short() -> None:
     (line,) = price(0.01, 0.004, None).lines()
-    assert line.endswith("4.0 ms; the computation beside | at least 10.0 ms a step: the link to host memory binds")
+    assert line.endswith(
+        "4.0 ms; the computation beside | at least 10.0 ms a step: the link to host memory binds; a computation below"
+        " 3.3 ms a step would be slowed over three times"
+    )
+    cases = {
+        "3.3": price(0.01, 0.0, None),
+        "4.0": price(0.01, 0.008, None),
+        "2.0": price(0.003, 0.006, None)._replace(is_late=True),
+        "5.0": price(1e-6, 0.0, None)._replace(file_seconds=0.015),
+    }
+    for most, one in cases.items():
+        assert f"below {most} ms" in one.lines()[0]
+        warned = [bool(one._replace(compute_seconds=1e-3 * float(most) * times).lines()[1:]) for times in (0.9, 1.1)]
+        assert warned == [True, False]
     assert price(0.001, 0.004, None).binding == "the host's update"
 
 

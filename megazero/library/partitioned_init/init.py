@@ -18,10 +18,12 @@ Only torch's own hooks are used: on the registration of modules and parameters, 
 ends of calls and allocations of memory.  An engine gets the values by `first_value`.
 """
 
+import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -468,10 +470,17 @@ def _store_of(init: Init, config: EngineConfig | None, device: torch.device) -> 
             is_pinned=init.pin_memory,
             io_block_bytes=zero.aio_block_size,
             queue_depth=zero.aio_queue_depth,
+            notify=partial(_print_once, init._communicator.rank),
         )
     if init.remote_device == "cpu":
         return MemorySlices(HostHome(device, is_pinned=init.pin_memory))
     return MemorySlices(DeviceHome(device))
+
+
+def _print_once(rank: int, line: str) -> None:
+    """Print a line of all processes by rank 0, to standard error as `initialize` does."""
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _communicator_of(init: Init, limits: LimitConfig | None) -> tuple[Communicator, torch.device]:

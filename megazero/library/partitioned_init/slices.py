@@ -11,7 +11,7 @@ small slices share a transfer and large ones need no large buffer.  A segment's 
 have been freed; space is not used a second time before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megazero.memory.block_file import AlignedMemory, BlockIO
 from megazero.memory.copies import ARRIVED
-from megazero.memory.file_states import FileState, FileStates
+from megazero.memory.file_states import FileState, FileStates, cache_notice
 from megazero.memory.homes import HostHome, StateHome
 from megazero.memory.ledger_interface import NullLedger
 
@@ -127,10 +127,21 @@ class FileSlices:
     """
 
     def __init__(
-        self, folder: Path, device: torch.device, *, is_pinned: bool, io_block_bytes: int, queue_depth: int
+        self,
+        folder: Path,
+        device: torch.device,
+        *,
+        is_pinned: bool,
+        io_block_bytes: int,
+        queue_depth: int,
+        notify: Callable[[str], None],
     ) -> None:
-        """is_pinned: whether the system may not move the buffers.  io_block_bytes, queue_depth: of the `BlockIO`."""
+        """is_pinned: whether the system may not move the buffers.  io_block_bytes, queue_depth: of the `BlockIO`.
+
+        notify: called with a line where the files pass through the system's cache.
+        """
         self._folder = folder
+        self._notify = notify
         self._is_pinned = is_pinned and device.type == "cuda"
         self._io_block_bytes, self._queue_depth = io_block_bytes, queue_depth
         self.block_bytes = _BLOCK_BYTES
@@ -164,6 +175,7 @@ class FileSlices:
             self._states = None
 
     def _new_segment(self) -> _Segment:
+        is_first = self._states is None
         if self._states is None:
             self._states = FileStates(
                 self._folder,
@@ -174,7 +186,10 @@ class FileSlices:
         nbytes = max(_SEGMENT_BYTES, sum(segment.state.nbytes for segment in self._segments) // _GROWTH)
         num_blocks = -(-nbytes // self.block_bytes)
         starts = range(0, (num_blocks + 1) * self.block_bytes, self.block_bytes)
-        return _Segment(self._states.allocate("slices", torch.uint8, starts))
+        segment = _Segment(self._states.allocate("slices", torch.uint8, starts))
+        if is_first and not self._states.is_direct:
+            self._notify(cache_notice(self._folder))
+        return segment
 
 
 class _FileSlice:

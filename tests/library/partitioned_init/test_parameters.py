@@ -23,7 +23,7 @@ WHERE = ("device", "host", "files")
 
 def store_of(where: str, folder: Path) -> SliceStore:
     if where == "files":
-        return FileSlices(folder, CPU, is_pinned=False, io_block_bytes=4096, queue_depth=2)
+        return FileSlices(folder, CPU, is_pinned=False, io_block_bytes=4096, queue_depth=2, notify=print)
     return MemorySlices(DeviceHome(CPU) if where == "device" else HostHome(CPU))
 
 

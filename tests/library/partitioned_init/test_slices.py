@@ -29,7 +29,7 @@ def _small_files() -> Iterator[None]:
 
 
 def in_files(folder: Path) -> FileSlices:
-    return FileSlices(folder, CPU, is_pinned=False, io_block_bytes=ALIGNMENT, queue_depth=2)
+    return FileSlices(folder, CPU, is_pinned=False, io_block_bytes=ALIGNMENT, queue_depth=2, notify=print)
 
 
 def sizes_of_open_files(folder: Path) -> list[int]:
