@@ -170,7 +170,8 @@ def test_the_docs_name_every_tag(tmp_path: Path) -> None:
     flags = ("log_memory_to_tensorboard", "log_timers_to_tensorboard", "log_validation_ppl_to_tensorboard")
     at_peak = {**dict.fromkeys(CATEGORIES, 1), "temporary": 2}
     traffic = {"dp": {"all_gather": {"messages": 1, "bytes": 2}}}
-    ledger = {"peak_bytes": 10, "at_peak": at_peak, "traffic": traffic}
+    elsewhere = {"pinned_host": 1, "host": 2, "file": 3}
+    ledger = {"peak_bytes": 10, "at_peak": at_peak, "traffic": traffic, "elsewhere": elsewhere}
     device = {"reserved_peak": 3000, "beyond_allocator": 500}
     sent, across = {"dp": {"send": 7}, "host": {"store": 9}}, {"dp": {"send": 3}}
     rank = RankMetrics(
