@@ -268,6 +268,9 @@ class PlainPlayer:
     def zero_grad(self, act: Act, one: PlainModule) -> None:
         one.forget()
 
+    def leave(self, act: Act, one: PlainModule) -> None:
+        """Do nothing: states that leave the device between two steps come back as they were."""
+
     def clear(self, act: Act, one: PlainModule) -> None:
         """Do nothing: there are no gradients between a step and the next forward."""
 
@@ -536,6 +539,11 @@ class EnginePlayer:
     def zero_grad(self, act: Act, one: EngineModule) -> None:
         one.engine.zero_grad()
         one.count = 0
+
+    def leave(self, act: Act, one: EngineModule) -> None:
+        for kinds in act["kinds"]:
+            one.engine.offload_states(kinds)
+        one.engine.reload_states()
 
     def clear(self, act: Act, one: EngineModule) -> None:
         (one.engine.optimizer if act["how"] == "optimizer" else one.module).zero_grad(set_to_none=act["how"] != "zeros")

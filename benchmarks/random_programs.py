@@ -17,6 +17,8 @@ at will.  It ends with status 1 if a program failed, and with 2 if --minutes wer
 """
 
 import argparse
+import contextlib
+import io
 import json
 import multiprocessing
 import re
@@ -144,7 +146,8 @@ def bound_of(program: Program) -> float:
 def judge(program: Program) -> Record:
     """Play a program in both ways; return its outcome."""
     begin = time.process_time()
-    with tempfile.TemporaryDirectory() as folder:
+    # Engines print what offloading costs, of which nothing is judged.
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         played = play_engines(program, Path(folder))
     expected = PlainPlayer(program).play(_first_error(played))
     found = min(differences(played, expected, bound_of(program)), key=_act_of, default="")

@@ -289,8 +289,9 @@ class DataParallelEngine:
 
         include: names (or DeepSpeed's enum members) of kinds: "optim_states", "hp_params" (master weights), "lp_params"
         (in stage 3) and "lp_grads" (in stages 2 and 3; "contiguous_grad_buffer" is the same); by default all of them.
-        What is whole on every rank stays, as do states whose home is host memory already.  pin_memory, non_blocking:
-        taken for DeepSpeed's programs; the configuration's offload_pin_memory decides, and the call waits for copies.
+        What is whole on every rank stays, as do states whose home is host memory already, and a CPU's memory that NumPy
+        has referred to, such as a checkpoint was written from.  pin_memory, non_blocking: taken for DeepSpeed's
+        programs; the configuration's offload_pin_memory decides, and the call waits for copies.
         Raises UsageError for other kinds or devices, and between a backward pass and the end of its step; so do calls
         that need the states until `reload_states`.
         """

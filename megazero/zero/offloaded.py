@@ -28,7 +28,9 @@ class OffloadedStates:
 
     def move(self, tensors: Iterable[Tensor]) -> int:
         """Copy the tensors' storages to host memory and free them; return the bytes freed."""
-        found = {tensor.untyped_storage()._cdata: tensor for tensor in tensors if tensor.untyped_storage().nbytes()}
+        storages = ((tensor, tensor.untyped_storage()) for tensor in tensors)
+        # A CPU's memory that NumPy has referred to, as to write a checkpoint, cannot be freed.
+        found = {storage._cdata: tensor for tensor, storage in storages if storage.nbytes() and storage.resizable()}
         copies = {
             key: self._home.zeros(tensor.untyped_storage().nbytes(), torch.uint8) for key, tensor in found.items()
         }

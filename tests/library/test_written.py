@@ -396,6 +396,15 @@ def refused(rank: int) -> None:
                 wanted = masters(expected)[key]
                 assert value.dtype == wanted.dtype and (converts or torch.equal(value, wanted)), (stage, name, key)
             engine.close()
+        engine = make(mesh, stage, precision)  # frozen from before its first pass
+        engine.module[3].requires_grad_(False)
+        with pytest.raises(UsageError, match=f"(?s){REFUSALS['frozen'][1]}"):
+            step(engine)
+        engine.module[3].requires_grad_(True)
+        for _ in range(2):
+            step(engine)
+        assert all(torch.equal(value, masters(expected)[key]) for key, value in masters(engine).items())
+        engine.close()
         expected.close()
 
 

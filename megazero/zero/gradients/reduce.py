@@ -173,8 +173,10 @@ class GradientReducer:
 
     def _is_reached(self, name: str) -> bool:
         """Return True if the graph that autograd walks in this thread ends in the parameter."""
+        parameter = self._parameters[name]
         with torch._C.DisableTorchFunctionSubclass():  # what is partitioned is guarded against operations
-            return bool(torch._C._will_engine_execute_node(get_gradient_edge(self._parameters[name]).node))
+            # One that a program has frozen has no node; the step refuses it by name.
+            return parameter.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
 
     def forget_unused(self) -> None:
         """Wait for every gradient in the next pass, unless `find_unused` is called in it."""

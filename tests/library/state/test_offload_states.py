@@ -72,6 +72,23 @@ def test_the_bytes_are_those_of_the_states() -> None:
     assert engine.zero_engine.model_state_bytes() == held
 
 
+def test_memory_that_numpy_has_referred_to_stays(tmp_path: Path) -> None:
+    """A save writes from a CPU's memory, which cannot be freed from then on; all else leaves, and comes back."""
+    through, moved = make_engine(3), make_engine(3)
+    for engine in (through, moved):
+        train(engine, 0)
+    moved.save_checkpoint(tmp_path)
+    assert 0 < moved.offload_states() < through.offload_states()
+    for engine in (through, moved):
+        engine.reload_states()
+    expected = train(through, 1)
+    assert torch.equal(train(moved, 1), expected)
+    moved.load_checkpoint(tmp_path)
+    moved.offload_states()
+    moved.reload_states()
+    assert torch.equal(train(moved, 1), expected)
+
+
 def test_what_needs_the_states_is_refused_until_they_are_back(tmp_path: Path) -> None:
     engine = make_engine(3)
     train(engine, 0)
