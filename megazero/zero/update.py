@@ -175,6 +175,12 @@ class ShardUpdate:
         """True if there are steps whose updates of what does not live on the device are late."""
         return self._num_at_once is not None
 
+    @property
+    def num_away(self) -> int:
+        """The elements that the host updates, since they do not live on the device."""
+        away = (owned for owned in self.runs if not self._shards.home(owned.bucket).is_device)
+        return sum(owned.within.numel for owned in away if owned.group != NOT_UPDATED)
+
     def largest_buffer_bytes(self, *, on_device: bool) -> int:
         """The bytes that fit the gradients of one update, and one fragment's in the dtype of its norm's sum.
 
@@ -189,6 +195,7 @@ class ShardUpdate:
 
     def local_norms(self, buffers: Scratch) -> LocalNorms:
         """Compute norms over this rank's partitions: the same fragments in every stage, so stages agree to the bit."""
+        self._begin_pass()
         if not self._norms.are_of_files:  # which need the buffers
             self._fetch_next()
         norms = self._norms.take(buffers)
@@ -216,6 +223,7 @@ class ShardUpdate:
         Where a flag or an overflow may keep a torch optimizer from stepping, the host waits for the device.
         """
         self.publish_late()
+        self._begin_pass()
         if self._optimizer.skips_on_host and inputs.found_inf is not None and bool(inputs.found_inf.item()):
             self._shards.forget_state_fetches()
             self._num_fetched = 0
@@ -329,6 +337,7 @@ class ShardUpdate:
             return
         self._shards.store_moments(sub_group)
         self._count_left()
+        self._begin_pass()
 
     def states_on_device(self) -> list[Tensor]:
         """Return the tensors of the device that hold the optimizer's state."""
@@ -456,6 +465,12 @@ class ShardUpdate:
         self._num_updated += 1
         # One that found no buffer to be fetched to has come all the same; after its update it has no use.
         self._num_fetched = max(self._num_fetched, self._num_updated)
+
+    def _begin_pass(self) -> None:
+        """Let sub-groups in files be fetched for the next pass, if one over all of them has ended.
+
+        Behind the update that waits until the next step: in between the buffers are those of sums of gradients.
+        """
         if self._num_updated == len(self._sub_groups_in_files):
             self._num_fetched = self._num_updated = 0
 
