@@ -16,10 +16,9 @@ from torch import Tensor
 
 from megazero.memory.file_states import cache_notice
 from megazero.memory.host import host_bandwidth
-from megazero.parallel.topology import SHARDS
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine
-from megazero.zero.plan import NO_FILES, FileTraffic, HostTraffic, file_traffic, host_traffic
+from megazero.zero.home_traffic import HomeTraffic
 
 # Beyond this many times the computation, the price is a warning.
 _DEAR = 3.0
@@ -33,20 +32,20 @@ _PRODUCT_SIZE = MappingProxyType({"cpu": 512, "cuda": 4096})
 class OffloadPrice(NamedTuple):
     """The cost of offloading for one rank's step.
 
-    traffic: bytes copied.  updated: elements that the host updates.  The seconds are those of copies, of the host's
-    update, and of the model's computation, each by itself; None where a model's operations are not known.
+    traffic: bytes copied, and those written to files and read.  updated: elements that the host updates.  The seconds
+    are those of copies, of the host's update, and of the model's computation, each by itself; None where a model's
+    operations are not known.
     threads: those of the host's update.
-    files: bytes written and read; file_seconds: None where there was no room to measure their rate.
+    file_seconds: None where there was no room to measure the rate of files.
     is_late: whether the update runs beside the next step's computation.
     """
 
-    traffic: HostTraffic
+    traffic: HomeTraffic
     updated: int
     copy_seconds: float
     update_seconds: float
     compute_seconds: float | None
     threads: int
-    files: FileTraffic = NO_FILES
     file_seconds: float | None = 0.0
     is_late: bool = False
 
@@ -85,16 +84,16 @@ class OffloadPrice(NamedTuple):
         compute = self.compute_seconds
         beside = "the computation beside" if compute is None else f"computation, {_ms(compute)}"
         files = ""
-        if any(self.files):
-            written, read = map(format_bytes, self.files)
+        if self.traffic.in_files:
+            written, read = format_bytes(self.traffic.written), format_bytes(self.traffic.read)
             seconds = "at a rate not measured (no room)"
             if self.file_seconds is not None:
-                seconds = _at_rate(sum(self.files), self.file_seconds)
+                seconds = _at_rate(self.traffic.in_files, self.file_seconds)
             files = f" {written} written to files and {read} read, {seconds};"
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         line = (
             f"offloading, a step of this rank: {format_bytes(self.traffic.stored)} to host memory and"
-            f" {format_bytes(self.traffic.loaded)} back, {_at_rate(sum(self.traffic), self.copy_seconds)};{files}"
+            f" {format_bytes(self.traffic.loaded)} back, {_at_rate(self.traffic.copied, self.copy_seconds)};{files}"
             f" {self.updated:,} elements updated by the host on {threads}, {_ms(self.update_seconds)};"
             f" {beside} | at least {_ms(self.step_seconds)} a step: {self.binding} binds"
         )
@@ -114,37 +113,37 @@ def offload_lines(engine: Engine, num_micro_batches: int, *, flops: float | None
 
     num_micro_batches: of a step.  flops: the floating-point operations of this rank's step; None: not known.
     """
-    plan, mesh, shape = engine.plan, engine.mesh, engine.optimizer_shape
-    numel, partitions = engine.layout.used_numel(trainable=True), mesh.topology.size(SHARDS)
-    traffic = host_traffic(plan, numel, partitions, num_micro_batches)
-    if not any(traffic):
-        return []
-    updated = round(numel // partitions * plan.share_away)
-    price = estimate_price(traffic, updated=updated, flops=flops, dtype=plan.parameter.dtype, device=mesh.device)
-    # A pass before the update takes about its time: both read and write what the memory holds of each element.
-    price = price._replace(
-        is_late=engine.settings.zero.delayed_parameter_update,
-        update_seconds=price.update_seconds * (1 + shape.num_passes),
-    )
-    files = file_traffic(plan, numel, partitions, num_micro_batches, optimizer=shape)
-    if any(files):
-        sample = min(sum(files), _WRITTEN_BYTES)
-        rate = engine.measure_files(sample)
-        price = price._replace(files=files, file_seconds=None if rate is None else sum(files) / rate)
-    lines = price.lines()
-    folder = engine.settings.zero.nvme_path
+    traffic, folder = engine.home_traffic(num_micro_batches), engine.settings.zero.nvme_path
+    lines = []
+    if traffic.copied:
+        lines = _price(engine, traffic, flops).lines()
     return lines if folder is None or engine.files_are_direct else [*lines, cache_notice(folder)]
 
 
+def _price(engine: Engine, traffic: HomeTraffic, flops: float | None) -> OffloadPrice:
+    """Measure the rates that the price of an engine's step needs, and return the price."""
+    dtype, device = engine.plan.parameter.dtype, engine.mesh.device
+    price = estimate_price(traffic, updated=engine.num_updated_by_host, flops=flops, dtype=dtype, device=device)
+    # A pass before the update takes about its time: both read and write what the memory holds of each element.
+    price = price._replace(
+        is_late=engine.settings.zero.delayed_parameter_update,
+        update_seconds=price.update_seconds * (1 + engine.optimizer_shape.num_passes),
+    )
+    if traffic.in_files:
+        rate = engine.measure_files(min(traffic.in_files, _WRITTEN_BYTES))
+        price = price._replace(file_seconds=None if rate is None else traffic.in_files / rate)
+    return price
+
+
 def estimate_price(
-    traffic: HostTraffic, *, updated: int, flops: float | None, dtype: torch.dtype, device: torch.device
+    traffic: HomeTraffic, *, updated: int, flops: float | None, dtype: torch.dtype, device: torch.device
 ) -> OffloadPrice:
     """Measure the rates of copies, of the host's update and of products, and return the price of a step.
 
     updated: elements that the host updates by AdamW.  flops: floating-point operations of the rank's step, made in
     products of `dtype`; None: not known.
     """
-    total = sum(traffic)
+    total = traffic.copied
     copied = min(max(total // 2, 1), _COPIED_BYTES)
     return OffloadPrice(
         traffic,

@@ -35,6 +35,7 @@ from megazero.zero.gradients.gradient_guard import GradientGuards
 from megazero.zero.gradients.presence import NOTHING, GradientPresence
 from megazero.zero.gradients.reduce import GradientReducer
 from megazero.zero.gradients.sums import GradientSums
+from megazero.zero.home_traffic import HomeTraffic, home_traffic
 from megazero.zero.late_update import LateUpdate
 from megazero.zero.layout import (
     FlatLayout,
@@ -625,6 +626,25 @@ class Engine:
         if isinstance(inner, MeasuringOptimizer):
             averages, passes = sum(tensor.numel() for tensor in inner.own_memory), inner.num_passes
         return OptimizerShape(len(inner.kinds), averages, passes, in_8_bits=bool(inner.code_values))
+
+    def home_traffic(self, num_micro_batches: int, *, num_gathers: int | None = None) -> HomeTraffic:
+        """Return what a step of this rank moves between device, host memory and files (`zero/home_traffic.py`).
+
+        num_gathers: those of each partitioned unit, by default as many as there can be of units with one use a pass.
+        """
+        return home_traffic(
+            self._shards,
+            self._sums.messages(),
+            num_micro_batches,
+            num_passes=self.optimizer_shape.num_passes,
+            secondary=self.mesh.secondary.size,
+            num_gathers=num_gathers,
+        )
+
+    @property
+    def num_updated_by_host(self) -> int:
+        """The elements of this rank whose master weights and moments the host updates."""
+        return self._update.num_away
 
     def measure_files(self, nbytes: int) -> float | None:
         """Return the bytes a second that this rank writes to files of states and reads, from a file of this size.

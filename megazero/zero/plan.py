@@ -161,23 +161,6 @@ class ModelStateBytes:
         return self.parameters + self.gradients + self.master + self.moments
 
 
-class FileTraffic(NamedTuple):
-    """The bytes that a rank writes to files in a step, and reads."""
-
-    write: int
-    read: int
-
-
-NO_FILES = FileTraffic(0, 0)
-
-
-class HostTraffic(NamedTuple):
-    """The bytes that a rank copies from the device to host memory, and back."""
-
-    stored: int
-    loaded: int
-
-
 class _Stage(NamedTuple):
     parameter: Placement
     gradient: Placement
@@ -317,57 +300,3 @@ def data_parallel_bytes(
         row = plan.gradient if plan.gradient.placement is Placement.REPLICATED else plan.parameter
         gathered = numel * row.itemsize
     return (reduced + gathered) * (partitions - 1) // partitions
-
-
-def host_traffic(
-    plan: ZeroPlan, numel: int, partitions: int, num_micro_batches: int, *, num_gathers: int | None = None
-) -> HostTraffic:
-    """Return what a rank copies between the device and host memory in a step, by formula.
-
-    numel, num_gathers: as for `data_parallel_bytes`.  A gradient's sum leaves once for each reduction, and comes back
-    before all but the first.  Updated weights come back once; where their home is host memory they stay there, and a
-    partition comes for each gather.
-    """
-    owned = numel // partitions
-    away = round(owned * plan.share_away)
-    reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
-    stored = reductions * away * plan.gradient.itemsize
-    loaded = (reductions - 1) * away * plan.gradient.itemsize
-    if plan.parameter.home is Home.DEVICE:
-        loaded += away * plan.parameter.itemsize
-    else:
-        gathers = 2 * num_micro_batches if num_gathers is None else num_gathers
-        loaded += gathers * owned * plan.parameter.itemsize
-        stored += (owned - away) * plan.parameter.itemsize
-    return HostTraffic(stored, loaded)
-
-
-def file_traffic(
-    plan: ZeroPlan,
-    numel: int,
-    partitions: int,
-    num_micro_batches: int,
-    *,
-    num_gathers: int | None = None,
-    optimizer: OptimizerShape = ADAM,
-) -> FileTraffic:
-    """Return what a rank writes to files and reads in a step at most, by formula.
-
-    numel, num_gathers: as for `data_parallel_bytes`.  Master weights and moments are read once for the update and once
-    for each pass before it; the weights are written once, and moments in every pass.  A gradient's sum is written for
-    each reduction, and read for all but the first, for the norm and wherever the states are; a partition is written
-    once and read for each gather.  What is still in a buffer is not read again.  Sums over another axis than the
-    data-parallel one are left out.
-    """
-    owned = numel // partitions
-    of_each = round(owned * plan.share_at(Home.FILE)) * plan.optimizer.itemsize
-    visits = 1 + optimizer.num_passes
-    gradients = round(owned * plan.gradient_share_at(Home.FILE)) * plan.gradient.itemsize
-    reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
-    in_files = max(owned - plan.max_parameters_in_host, 0) if plan.parameter.home is Home.FILE else 0
-    partition = in_files * plan.parameter.itemsize
-    gathers = 2 * num_micro_batches if num_gathers is None else num_gathers
-    return FileTraffic(
-        write=of_each * (1 + optimizer.num_moments * visits) + reductions * gradients + partition,
-        read=of_each * (1 + optimizer.num_moments) * visits + (reductions + visits) * gradients + gathers * partition,
-    )

@@ -250,6 +250,17 @@ class Shards:
         offset = first + bucket.start // bucket.partitions - self.partition(bucket).start
         return slice(offset + within.start, offset + within.stop)
 
+    def partition_bytes(self, section: Section) -> int:
+        """Return the bytes of this rank's partition of a partitioned section, as it is stored."""
+        shard = self._working_shards[section.index]
+        if isinstance(shard, EncodedShard):
+            return shard.nbytes
+        return section.numel // self.layout.rules.partitions * section.dtype.itemsize
+
+    def has_partitions_in_file(self, section: Section) -> bool:
+        """Return True if this rank's partitions of the section's buckets are at home in a file."""
+        return isinstance(self._working_shards.get(section.index), FileState)
+
     def fetch_partition(self, bucket: Bucket) -> bool:
         """Begin to read this rank's partition of a bucket, if it is in a file; return False if no buffer is free."""
         shard = self._working_shards[bucket.section]

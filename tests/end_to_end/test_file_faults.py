@@ -255,6 +255,10 @@ def test_files_in_the_systems_cache_are_told(
         make_engine(folder).close()
         assert capsys.readouterr().err.count(notice) == 1
         config = {"zero": {"zero_stage": 3, "offload_param": "nvme", "nvme_path": str(folder)}}
+        whole = {"param_persistence_threshold": 0, **config["zero"]}
+        megazero.initialize(nn.Linear(WIDTH, WIDTH), {"zero": whole}).close()
+        told = capsys.readouterr().err
+        assert told.count(notice) == 1 and " read, " in told, "without an optimizer too"
         with zero.Init(remote_device="nvme", config_dict_or_path=config):
             model = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         assert capsys.readouterr().err.count(notice) == 1

@@ -3,13 +3,13 @@
 import torch
 
 from megazero.report.offload_price import OffloadPrice, estimate_price
-from megazero.zero.plan import FileTraffic, HostTraffic
+from megazero.zero.home_traffic import HomeTraffic
 
 CPU = torch.device("cpu")
 
 
 def price(copy: float, update: float, compute: float | None) -> OffloadPrice:
-    return OffloadPrice(HostTraffic(3 << 20, 1 << 20), 2_000_000, copy, update, compute, 3)
+    return OffloadPrice(HomeTraffic(3 << 20, 1 << 20), 2_000_000, copy, update, compute, 3)
 
 
 def test_a_step_takes_the_longer_of_copies_and_work() -> None:
@@ -27,7 +27,8 @@ def test_a_line_says_the_price_and_a_second_one_warns() -> None:
         " elements updated by the host on 3 threads, 4.0 ms; computation, 8.0 ms | at least 12.0 ms a"
         " step: the computation binds"
     )
-    (line,) = price(0.01, 0.004, 0.008)._replace(files=FileTraffic(1 << 20, 1 << 20), file_seconds=0.001).lines()
+    in_files = HomeTraffic(3 << 20, 1 << 20, 1 << 20, 1 << 20)
+    (line,) = price(0.01, 0.004, 0.008)._replace(traffic=in_files, file_seconds=0.001).lines()
     assert " ms; 1.0 MiB written to files and 1.0 MiB read, 2.1 GB/s, 1.0 ms; 2,000,000 elements" in line
     assert price(0.03, 0.0, 0.01).lines()[1:] == []
     (warning,) = price(0.0301, 0.0, 0.01).lines()[1:]
@@ -54,7 +55,7 @@ def test_where_the_computation_is_not_known_the_line_ends_with_one_that_is_too_s
 
 
 def test_rates_are_measured() -> None:
-    traffic = HostTraffic(1 << 20, 1 << 19)
+    traffic = HomeTraffic(1 << 20, 1 << 19)
     found = estimate_price(traffic, updated=100_000, flops=1e8, dtype=torch.float32, device=CPU)
     assert found.compute_seconds and min(found.copy_seconds, found.update_seconds, found.compute_seconds) > 0
     doubled = estimate_price(traffic, updated=0, flops=0, dtype=torch.bfloat16, device=CPU)

@@ -41,6 +41,7 @@ from megazero.train.build import batch_layout, build_components, step_context
 from megazero.train.components import RunComponents
 from megazero.train.start.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
+from megazero.zero.home_traffic import HomeTraffic
 from megazero.zero.plan import Home
 
 SCHEDULE, WARMUP = 5, 2  # the steps of the warm-up and the decay
@@ -146,6 +147,7 @@ class Outcome:
     seconds: float
     host_states: dict[str, int]
     file_states: dict[str, int]
+    announced: tuple[HomeTraffic, HomeTraffic]  # what a step moves by what is allocated; the same without gathers
 
     def full(self, others: Iterable["Outcome"], kind: str = "weight") -> dict[str, Tensor]:
         """Assemble full tensors from the boxes that all ranks own."""
@@ -187,6 +189,7 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     gathered = core.engine.gathered_numel
     persistent = sum(section.numel for section in core.engine.layout.sections if not section.partitioned)
     away = [asdict(core.engine.model_state_bytes(home)) for home in (Home.HOST, Home.FILE)]
+    announced = core.engine.home_traffic(cell.accumulation), core.engine.home_traffic(cell.accumulation, num_gathers=0)
     core.engine.close()
     return Outcome(
         *zip_figures(figures),
@@ -199,6 +202,7 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
         persistent,
         seconds,
         *away,
+        announced,
     )
 
 

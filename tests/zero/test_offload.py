@@ -30,7 +30,7 @@ from support.training import (
 )
 
 from megazero.config.run import RunConfig
-from megazero.zero.plan import Home, Lifetime, OptimizerShape, file_traffic, host_traffic, model_state_bytes, resolve
+from megazero.zero.plan import Home, Lifetime, OptimizerShape, model_state_bytes, resolve
 
 OPTIMIZER = {"offload_optimizer": "cpu"}
 PARAMETERS = {"offload_param": "cpu"}
@@ -159,6 +159,17 @@ CASES = (
         Cell(dp=2, stage=1, precision="fp32", accumulation=2, settings={"contiguous_gradients": False}),
         {**GRADIENT_FILES, "offload_optimizer_ratio": 0.7, "offload_optimizer_nvme_ratio": 0.5},
     ),
+    # Sums over replicas, secondary partitions, and frozen parameters.
+    Case(Cell(dp=2, stage=2, precision="bf16", accumulation=2, settings={"mics_shard_size": 1}), OPTIMIZER),
+    Case(
+        Cell(dp=2, stage=3, precision="bf16", accumulation=2, settings={"mics_shard_size": 1}),
+        {**GRADIENT_FILES, **PARAMETER_FILES, "sub_group_size": 1000, "offload_buffer_count": 4},
+    ),
+    Case(Cell(dp=2, stage=3, precision="bf16", accumulation=2, settings={"zero_hpz_partition_size": 2}), BOTH),
+    Case(
+        Cell(dp=2, stage=3, precision="bf16", accumulation=2, settings={"lora_rank": 4, "lora_random_base": True}),
+        {**OPTIMIZER, **PARAMETER_FILES, "offload_param_buffer_count": 1},
+    ),
 )
 
 
@@ -235,24 +246,14 @@ def shape_of(config: RunConfig) -> OptimizerShape:
 
 
 def check_bytes(case: Case, plain: Outcome, moved: Outcome) -> None:
-    """Check what left the device, what it takes at home, and what crossed between the two, against the formulas."""
+    """Check what left the device, what it takes at home, and what crossed between the two."""
     cell = case.cell.with_settings(case.moved)
     plan = resolve((config := cell.config("corpus")).zero, config.precision)
     padded, _ = moved.layout
+    partitions = config.zero.mics_shard_size if config.zero.mics_shard_size > 0 else cell.dp
     assert "host" not in plain.comm_bytes and not any(plain.host_states.values())
-    in_files = {"write": 0, "read": 0, **moved.comm_bytes.get("file", {})}
-    # What is summed over another axis too is read and written once more for that.
-    is_summed = config.parallel.sequence_parallel or cell.pp > 1
-    summed = moved.file_states["gradients"] if is_summed else 0
     shape = shape_of(config)
-    if config.optimizer.optimizer != "sgd":
-        reductions = cell.accumulation if plan.gradient.lifetime is Lifetime.LEASED else 1
-        written = sum(moved.file_states.values()) + (reductions - 1) * moved.file_states["gradients"]
-        written += shape.num_passes * moved.file_states["moments"]
-        assert written <= in_files["write"] <= written + summed
-    passes = 2 * cell.accumulation if plan.parameter.home is Home.FILE else 2  # that gather, or that read gradients
-    passes += shape.num_passes
-    assert in_files["read"] <= passes * in_files["write"], "what is still in a buffer is not read again"
+    check_traffic(cell, shape, moved)
     if "offload_optimizer_ratio" in case.moved:  # whole buckets leave, so that the share is met within half of one
         found = {Home.DEVICE: moved.model_state_bytes, Home.HOST: moved.host_states, Home.FILE: moved.file_states}
         # At full precision the device has no master weights, and without momentum SGD has no moments.
@@ -261,27 +262,58 @@ def check_bytes(case: Case, plain: Outcome, moved: Outcome) -> None:
         for home, share in numel.items():
             assert abs(share - plan.share_at(home) * sum(numel.values())) <= bucket
         return
-    persistent = moved.persistent_numel if cell.stage == 3 else 0
     if config.optimizer.optimizer == "sgd":  # the formulas are Adam's
         return
-    if not persistent:
-        assert moved.host_states == asdict(model_state_bytes(plan, padded, cell.dp, Home.HOST, shape))
-        assert moved.file_states == asdict(model_state_bytes(plan, padded, cell.dp, Home.FILE, shape))
-        bound = file_traffic(plan, padded, cell.dp, cell.accumulation, optimizer=shape)
-        assert bound.write <= in_files["write"] <= bound.write + summed
-        assert in_files["read"] <= bound.read + summed
-        if shape.num_passes:  # with few buffers hardly anything is still in one
-            assert 0.8 * bound.read <= in_files["read"]
-        assert moved.model_state_bytes == asdict(model_state_bytes(plan, padded, cell.dp, optimizer=shape))
-    gathered = moved.comm_bytes.get("dp", {}).get("all_gather", 0) if plan.parameter.home is not Home.DEVICE else 0
-    if cell.dp > 1 and not (
-        persistent or config.parallel.sequence_parallel
-    ):  # whose partial gradients come back to be summed
-        is_away = plan.gradient.home is not Home.DEVICE
-        tied = moved.comm_bytes.get("ends", {}).get("all_reduce", 0) if is_away else 0  # of two ranks: the bytes summed
-        step = host_traffic(plan, padded, cell.dp, cell.accumulation, num_gathers=0)
-        loaded = step.loaded + gathered // (cell.dp - 1)  # a rank sends its partition, which has come, to all others
-        assert moved.comm_bytes["host"] == {"store": step.stored + tied, "load": loaded + tied}
+    if not (persistent_numel(cell, moved) or config.model.lora_rank):
+        assert moved.host_states == asdict(model_state_bytes(plan, padded, partitions, Home.HOST, shape))
+        assert moved.file_states == asdict(model_state_bytes(plan, padded, partitions, Home.FILE, shape))
+        assert moved.model_state_bytes == asdict(model_state_bytes(plan, padded, partitions, optimizer=shape))
+
+
+def persistent_numel(cell: Cell, moved: Outcome) -> int:
+    """Return the elements of parameters that are whole on a rank where others are partitioned."""
+    return moved.persistent_numel if cell.stage == 3 else 0
+
+
+def check_traffic(cell: Cell, shape: OptimizerShape, moved: Outcome) -> None:
+    """Check that a step moves what is announced before the first, and files what follows from their sizes."""
+    config = cell.config("corpus")
+    plan = resolve(config.zero, config.precision)
+    announced, beside_gathers = moved.announced
+    in_host = {"store": 0, "load": 0, **moved.comm_bytes.get("host", {})}
+    in_files = {"write": 0, "read": 0, **moved.comm_bytes.get("file", {})}
+    assert in_host["store"] == announced.stored
+    assert beside_gathers.loaded <= in_host["load"] <= announced.loaded
+    has_replicas = config.zero.mics_shard_size > 0
+    if cell.dp > 1 and plan.parameter.home is not Home.DEVICE and plan.secondary == 1 and not has_replicas:
+        # A rank sends its partition, which has come, to all others, and what it has updated of whole parameters.
+        gathered = moved.comm_bytes.get("dp", {}).get("all_gather", 0) // (cell.dp - 1)
+        gathered -= persistent_numel(cell, moved) * plan.parameter.itemsize // cell.dp
+        assert in_host["load"] == beside_gathers.loaded + gathered
+    # What is summed over another axis too is read and written once more for that.
+    is_summed = config.parallel.sequence_parallel or cell.pp > 1 or has_replicas
+    summed = moved.file_states["gradients"] if is_summed else 0
+    assert in_files["write"] <= announced.written and in_files["read"] <= announced.read
+    assert is_summed or in_files["write"] == announced.written
+    passes = 2 * cell.accumulation if plan.parameter.home is Home.FILE else 2  # that gather, or that read gradients
+    passes += shape.num_passes
+    if not config.model.lora_rank:  # by which hardly a partition is written
+        assert in_files["read"] <= passes * in_files["write"], "what is still in a buffer is not read again"
+    if config.optimizer.optimizer == "sgd":
+        return
+    states, reductions = moved.file_states, cell.accumulation if plan.gradient.lifetime is Lifetime.LEASED else 1
+    parameters = states["parameters"] if plan.parameter.home is Home.FILE else 0
+    written = sum(states.values()) + (reductions - 1) * states["gradients"] + shape.num_passes * states["moments"]
+    visits = 1 + shape.num_passes
+    read = visits * (states["master"] + states["moments"]) + (reductions + visits) * states["gradients"]
+    read += 2 * cell.accumulation * parameters
+    # A message of sums over replicas has more blocks than there are buffers: it is read again for what it changes.
+    assert in_files["read"] <= read + (2 if has_replicas else 1) * summed
+    assert is_summed or announced.read == read
+    if shape.num_passes:  # with few buffers hardly anything is still in one
+        assert 0.8 * read <= in_files["read"]
+    if not config.model.lora_rank:
+        assert written <= in_files["write"] <= written + summed
 
 
 def at_depths(rank: int, settings: Mapping[str, Any]) -> list[Held]:

@@ -14,8 +14,6 @@ from megazero.zero.plan import (
     OptimizerShape,
     Placement,
     ZeroPlan,
-    file_traffic,
-    host_traffic,
     model_state_bytes,
     resolve,
 )
@@ -114,29 +112,19 @@ def test_moments_in_8_bits_take_a_byte_and_a_number_a_block() -> None:
 
 @each("stage", [1, 2, 3])
 def test_gradients_in_files(stage: int) -> None:
-    """They go to files in the share of master weights, by way of host memory, and are read for norm and update."""
+    """They go to files in the share of master weights."""
     shared = {"zero_stage": stage, "precision": "bf16", "offload_optimizer": "nvme", "nvme_path": Path("files")}
     shared |= {"offload_optimizer_ratio": 0.75, "offload_optimizer_nvme_ratio": 0.5}
     in_host, in_files = (
         resolve(config.zero, config.precision)
         for config in (make_run(**shared, offload_gradients_nvme=moved) for moved in (False, True))
     )
-    numel, ranks, micro_batches = 1 << 13, 2, 3
+    numel, ranks = 1 << 13, 2
     share = numel // ranks * 3 // 8
     for plan, host, files in ((in_host, 2 * share, 0), (in_files, share, share)):
         found = {home: model_state_bytes(plan, numel, ranks, home) for home in Home}
         assert (found[Home.HOST].gradients, found[Home.FILE].gradients) == (2 * host, 2 * files)
         assert found[Home.FILE].master == 4 * share and found[Home.FILE].moments == 8 * share
-    both = [host_traffic(plan, numel, ranks, micro_batches) for plan in (in_host, in_files)]
-    assert both[0] == both[1]
-    before, after = (file_traffic(plan, numel, ranks, micro_batches) for plan in (in_host, in_files))
-    reductions = 1 if stage == 1 else micro_batches
-    assert before == (12 * share, 12 * share)
-    assert after == (before.write + reductions * 2 * share, before.read + (reductions + 1) * 2 * share)
-    lamb = file_traffic(in_files, numel, ranks, micro_batches, optimizer=OptimizerShape(num_passes=1))
-    assert lamb == (after.write + 8 * share, after.read + (12 + 2) * share), "moments twice, all read twice"
-    adafactor = file_traffic(in_files, numel, ranks, micro_batches, optimizer=OptimizerShape(0, 50, 2))
-    assert adafactor == (after.write - 8 * share, after.read + (2 * 4 - 8 + 2 * 2) * share)
     assert resolve(make_run(offload_gradients_nvme=True).zero, make_run().precision).gradient.home is Home.DEVICE
 
 

@@ -10,6 +10,7 @@ constant-size buffer.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ _AXES = ("tp", ENDS)
 _MAX_IN_FLIGHT = 2
 
 
-class _Run(NamedTuple):
+class SummedRun(NamedTuple):
     """Adjacent elements of one bucket that are to be summed."""
 
     bucket: Bucket
@@ -44,9 +45,9 @@ class GradientSums:
         self._buffers = buffers
         self.are_due = False
         """True while the gradients of a whole step have been reduced and not yet summed."""
-        self._runs: list[tuple[Communicator, tuple[_Run, ...]]] = []
+        self._runs: list[tuple[Communicator, tuple[SummedRun, ...]]] = []
         if mesh.replicas.size > 1:
-            owned = (_Run(bucket, shards.owned(bucket)) for bucket in shards.layout.trainable_buckets)
+            owned = (SummedRun(bucket, shards.owned(bucket)) for bucket in shards.layout.trainable_buckets)
             self._runs.append((mesh.replicas, tuple(owned)))
         axes = {name: mesh.axis(name) for name in _AXES}
         self._runs += [(axis, tuple(self._runs_over(name))) for name, axis in axes.items() if axis.size > 1]
@@ -69,7 +70,11 @@ class GradientSums:
             for work in in_flight:
                 work.wait()
 
-    def _runs_over(self, axis: str) -> Iterator[_Run]:
+    def messages(self) -> Iterator[Sequence[SummedRun]]:
+        """Yield the gradients that a step sums up, by message."""
+        return chain.from_iterable(self._packs(runs) for _, runs in self._runs)
+
+    def _runs_over(self, axis: str) -> Iterator[SummedRun]:
         for bucket in self._shards.layout.trainable_buckets:
             begun: Range | None = None
             for fragment in bucket.fragments_in(self._shards.owned(bucket)):
@@ -79,15 +84,15 @@ class GradientSums:
                     begun = Range(begun.start, fragment.within.stop)
                     continue
                 if begun is not None:
-                    yield _Run(bucket, begun)
+                    yield SummedRun(bucket, begun)
                 begun = fragment.within
             if begun is not None:
-                yield _Run(bucket, begun)
+                yield SummedRun(bucket, begun)
 
-    def _packs(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
+    def _packs(self, runs: Sequence[SummedRun]) -> Iterator[list[SummedRun]]:
         """Group runs so that each group fits into one buffer."""
         room = self._shards.layout.max_reduced_numel
-        pack: list[_Run] = []
+        pack: list[SummedRun] = []
         for run in runs:
             if pack and sum(packed.within.numel for packed in pack) + run.within.numel > room:
                 yield pack
@@ -96,7 +101,7 @@ class GradientSums:
         if pack:
             yield pack
 
-    def _sum(self, pack: Sequence[_Run], communicator: Communicator) -> None:
+    def _sum(self, pack: Sequence[SummedRun], communicator: Communicator) -> None:
         shards = self._shards
         numels = [run.within.numel for run in pack]
         lease = self._buffers.lease(sum(numels), shards.plan.gradient.dtype)
