@@ -13,8 +13,9 @@ They are those that the meter counts on the axes "host" and "file" in a step tha
                                           once more for the norm
 
 Copies are exact but for the number of gathers, which only running shows: what a use leaves for the next one is not
-gathered again.  What is read from files is a bound: a block that is still in a buffer is not read again, nor written
-where a sum over other ranks changed it.  All other writes are exact.
+gathered again, and a unit that a pass uses several times (a module that is called twice, a checkpoint over several
+units) may be gathered for each.  What is read from files is a bound: a block that is still in a buffer is not read
+again, nor written where a sum over other ranks changed it.  All other writes are exact.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
