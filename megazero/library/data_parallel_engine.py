@@ -497,10 +497,12 @@ class DataParallelEngine:
         return found.taken.checkpoint.folder, found.client_state
 
     def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Return the module's state_dict with whole parameters in every stage; in stage 3 a collective call.
+        """Return the module's state_dict with whole parameters in every stage.
 
-        In stage 3 parameters are copies in host memory; keep_vars=True returns the parameters themselves.
+        A collective call in stage 3, where parameters are copies in host memory, and where updates are late, all of
+        which it has.  keep_vars=True returns the parameters themselves.
         """
+        self.zero_engine.publish_late()
         if keep_vars:
             return self.module.state_dict(prefix=prefix, keep_vars=True)
         return whole_state_dict(self.module, self.zero_engine, self._units, prefix)

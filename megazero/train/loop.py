@@ -453,6 +453,8 @@ class _Loop:
         if not sets or (split == "validation" and self._evaluated_iteration == self._state.iteration):
             return
         self._report_steps(max_pending=0)
+        if self._state.iteration >= self._run.timetable.train_iters:
+            self._context.engine.publish_late()  # no step follows that would
         self._context.mesh.meter.flight.activity = "evaluation"
         iteration = self._state.iteration
         for name, held_out in sets.items():

@@ -66,6 +66,8 @@ STATE_KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads")
 
 # The most elements of units that are laid out together where a user's modules are the units: 8 MiB in fp32.
 _JOINED_NUMEL = 1 << 21
+# The least number of equal buckets of a model whose optimizer states have several homes.
+_MIXED_BUCKETS = 16
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,13 @@ def plan_layout(
     block = 1 if plan.frozen is None else plan.frozen.block
     trained = EIGHT_BIT_BLOCK if settings.optimizer.code_values else 1
     limits = message_limits(zero, plan, partitions)
+    bucket_numel = min(limits)
+    if plan.mixes_homes:  # of whole buckets: there are so many of them that the shares are met
+        numel = sum(slot.spec.numel for slot in slots if slot.spec.trainable)
+        bucket_numel = min(bucket_numel, numel // _MIXED_BUCKETS)
     rules = LayoutRules(
         partitions,
-        bucket_numel=min(limits),
+        bucket_numel=bucket_numel,
         frozen_block=block,
         trained_block=trained,
         reduced_numel=limits.reduced,

@@ -131,6 +131,11 @@ class ZeroPlan:
         return {Home.DEVICE: 1.0 - away, Home.HOST: away - in_files, Home.FILE: in_files}[home]
 
     @property
+    def mixes_homes(self) -> bool:
+        """True if the optimizer's elements live in more than one home."""
+        return any(0.0 < self.share_at(home) < 1.0 for home in Home)
+
+    @property
     def share_away(self) -> float:
         """The part of the optimizer's elements that the host updates, in whichever home they live."""
         return 1.0 - self.share_at(Home.DEVICE)

@@ -295,6 +295,19 @@ def test_an_optimizer_without_a_variance_leaves_it_out(tmp_path: Path) -> None:
     assert "keeps no" not in quiet.text and list(steps(tmp_path / "quiet")[0]["statistics"]) == ["num_zeros"]
 
 
+def test_the_last_evaluation_has_late_updates_whether_they_are_saved_or_not(tmp_path: Path) -> None:
+    late = {"zero_stage": 2, "offload_optimizer": "cpu", "delayed_parameter_update": True, "eval_iters": 1}
+    late |= {"delayed_parameter_update_start": 0, "lr_decay_style": "constant", "eval_interval": 5}
+    more = {"unsaved": {"save": None}, "saved": {}, "longer": {"save": None, "train_iters": 6}}
+    losses = {}
+    for name, settings in more.items():
+        run(tmp_path / name, **{**late, **settings})
+        found = [line["evaluation"] for line in lines(tmp_path / name) if "evaluation" in line]
+        losses[name] = [each["loss"] for each in found if each["iteration"] == 5]
+    assert losses["unsaved"] == losses["saved"] and len(losses["saved"]) == 2
+    assert losses["longer"][0] != losses["saved"][0], "step 6 begins with the weights that are evaluated"
+
+
 def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     for name, settings in {"quiet": {}, "loud": {"eval_iters": 1, "eval_interval": 1, "eval_at_start": True}}.items():

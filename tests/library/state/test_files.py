@@ -50,6 +50,22 @@ OPTIMIZERS: Mapping[str, tuple[Make | None, str]] = {
 }
 
 
+@each("stage", (1, 2, 3))
+def test_the_shares_of_mixed_homes_are_met_without_limits_of_messages(stage: int, tmp_path: Path) -> None:
+    """A model that would be one bucket is cut into as many as the shares need."""
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(8)]
+    zero = {"zero_stage": stage, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)}
+    zero |= {"offload_optimizer_ratio": 0.7, "offload_optimizer_nvme_ratio": 0.5}
+    config = {"zero": zero, "precision": BF16, "optimizer": {"type": "AdamW", "lr": 0.01}}
+    engine = megazero.initialize(nn.Sequential(*layers), config)
+    numel = {home: engine.zero_engine.model_state_bytes(home).master // 4 for home in Home}
+    total = 8 * WIDTH * (WIDTH + 1)
+    assert total <= sum(numel.values()) <= 1.1 * total
+    for home, share in {Home.DEVICE: 0.3, Home.HOST: 0.35, Home.FILE: 0.35}.items():
+        assert abs(numel[home] / sum(numel.values()) - share) <= 1 / 16
+    engine.close()
+
+
 def homes(stage: int, home: str, folder: Path) -> dict[str, Any]:
     """Return the settings of states at home there; files have sub-groups of which none is a parameter."""
     settings: dict[str, Any] = {"zero_stage": stage, "reduce_bucket_size": 200}

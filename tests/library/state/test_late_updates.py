@@ -186,6 +186,26 @@ def test_a_master_weight_that_is_set_is_published() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_state_dict_has_all_updates_and_training_goes_on_from_them(stage: int) -> None:
+    plain, engine = Plain(), make_engine(stage)
+    ours, theirs = [], []
+    with slow_updates():
+        for step in range(6):
+            if step in (3, 4):
+                plain.publish()
+                plain.late = {}
+                state = engine.state_dict()
+                for name, master in plain.masters.state_dict().items():
+                    assert torch.allclose(state[name], master, rtol=1e-9, atol=0)
+                if step == 4:
+                    engine.load_state_dict(state)
+            ours.append(step_of(engine, step))
+            theirs.append(plain.step())
+    close(ours, theirs)
+    engine.close()
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_saved_training_goes_on_to_the_bit(stage: int, tmp_path: Path) -> None:
     with slow_updates():
