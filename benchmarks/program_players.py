@@ -320,7 +320,7 @@ class PlainPlayer:
         for name, value in self._trained(one, act).items():
             if act["how"] == "get" and name in one.grads:
                 self.see(f"gradient {name}", one.grads[name].clone())
-            elif act["how"] == "set" and name in one.grads:
+            elif act["how"] == "set" and name in one.grads and one.grads[name].any():
                 one.grads[name] = value.to(one.masters[name].dtype)
             elif act["how"] == "mask" and name in one.grads:
                 one.grads[name] = one.grads[name] * 0.5

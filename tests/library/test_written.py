@@ -108,7 +108,10 @@ def swap_there_and_back(model: nn.Sequential, by: float) -> None:
 
 def set_memory(model: nn.Sequential, by: float) -> None:
     with torch.no_grad():
+        model[0].bias.data.add_(by)
         model[0].bias.set_(torch.full_like(model[0].bias, by))
+        model[0].bias.data.mul_(2)
+        assert torch.equal(model[0].bias, torch.full_like(model[0].bias, 2 * by)), "`.data` is the new memory"
         model[3].weight.data = model[3].weight.data.t()
 
 

@@ -48,9 +48,12 @@ class WatchedParameter(nn.Parameter):
         handle = handle_of(self)
         if handle is None:
             return super().data
-        if handle.values is None:
-            with torch.inference_mode(False):  # a tensor made for inference has no version counter
-                handle.values = WatchedValues(super().data)
+        with torch.inference_mode(False):  # a tensor made for inference has no version counter
+            values = super().data
+            if handle.values is None:
+                handle.values = WatchedValues(values)
+            elif not handle.values.tensor.is_set_to(values):  # `set_` has moved the parameter
+                handle.values.assign(values)
         found: Tensor = handle.values.tensor.detach()
         return found
 
