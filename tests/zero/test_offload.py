@@ -20,7 +20,6 @@ from support.ledgered_step import Held, ledgered_step
 from support.processes import run_ranks
 from support.reference import decayed
 from support.training import (
-    SETTINGS,
     Cell,
     Outcome,
     first_weights,
