@@ -516,11 +516,23 @@ class Engine:
         absent: `absent_gradients`.
         """
         self._offloaded.check_back("an optimizer step")
+        self._check_updated("an optimizer step")
         self._gather.check_unpinned("an optimizer step")
         self._gather.release_all()
         self._publisher.ensure_all()  # of units that no forward has used since the step before
         self._update.apply(inputs, self._reducer.scratch, absent)
         self.num_weight_changes += 1
+
+    @property
+    def is_partly_updated(self) -> bool:
+        """True after an update that an exception has ended, until state is loaded."""
+        return self._update.is_partial
+
+    def _check_updated(self, call: str) -> None:
+        """Raise UsageError for a call that needs the state of a step, after an update that an exception has ended."""
+        if self.is_partly_updated:
+            rule = "an exception, such as Ctrl-C, has ended an update: some parameters are a step ahead of others"
+            raise UsageError(Problem(call, rule, "engine.load_checkpoint(FOLDER) first"))
 
     def publish_late(self) -> None:
         """Let all parameters have what an update has made that runs beside the next step; a collective call.
@@ -682,6 +694,7 @@ class Engine:
     def owned_state(self) -> Iterator[StateFragment]:
         """Yield the state that this rank saves; over all ranks, every element of every parameter and kind once."""
         self._offloaded.check_back("reading the engine's state")
+        self._check_updated("reading the engine's state")
         self._update.finish_copies()
         self.written.find()
         yield from chain(self._shards.owned_state(self._coordinates), self._update.optimizer_state(is_saved=True))
@@ -708,6 +721,7 @@ class Engine:
         loads float32 weights.
         """
         self.num_weight_changes += 1
+        self._update.is_partial &= names is not None or weights_only
         self._gather.release_all()  # gathered parameters are copies of the old values
         self._shards.close_encoded()
         self._update.publish_masters(self.layout.trainable_buckets)

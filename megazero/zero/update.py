@@ -130,6 +130,8 @@ class ShardUpdate:
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
         self._late, self._num_at_once = shards.late, num_at_once
+        self.is_partial = False
+        """True in an update, and behind one that an exception has ended: the state is that of no step."""
         # A late update goes through the buckets as the next backward will, which waits for those it overwrites.
         self._in_order = self._buckets if num_at_once is None else self._buckets[::-1]
         in_files = filter(shards.is_in_files, self._in_order)
@@ -228,6 +230,7 @@ class ShardUpdate:
             self._shards.forget_state_fetches()
             self._num_fetched = 0
             return
+        self.is_partial = True  # until its end
         step = self._shards.optimizer_step
         advance(step, inputs)
         for name, flag in absent.items():
@@ -260,6 +263,7 @@ class ShardUpdate:
         self._publisher.send_rest()
         if late:
             self._late.begin(late)
+        self.is_partial = False
 
     def _measure(
         self,

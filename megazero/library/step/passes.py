@@ -335,11 +335,12 @@ class BackwardPasses:
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
-        """Return a context in which a UsageError discards the step."""
+        """Return a context in which a UsageError discards the step, and so does what ends an update on its way."""
         try:
             yield
-        except UsageError:
-            self.discard()
+        except BaseException as error:
+            if isinstance(error, UsageError) or self._engine.is_partly_updated:
+                self.discard()
             raise
 
     def _check_trains(self, call: str) -> None:

@@ -460,3 +460,43 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     assert told[0] == told[1] and "rank 1: client_state['x']" in told[0]
     manifest = json.loads((tmp_path / "step_0000001" / "manifest.json").read_text())
     assert manifest["progress"]["tag"] == "one" and len(list(tmp_path.glob("step_*"))) == 1
+
+
+class Interrupted(torch.optim.SGD):
+    """An optimizer in whose update a user presses Ctrl-C, when its learning rate is 0.5."""
+
+    def step(self, closure: Any = None) -> Any:
+        done = super().step(closure)
+        if self.param_groups[0]["lr"] == 0.5:
+            raise KeyboardInterrupt
+        return done
+
+
+@pytest.mark.parametrize(("stage", "home"), [(0, "none"), (2, "cpu"), (3, "none")])
+def test_after_an_interrupted_update_there_is_no_step_and_no_save_before_a_load(
+    stage: int, home: str, tmp_path: Path
+) -> None:
+    engines = []
+    for _ in range(2):
+        model, settings = make(), config(stage)
+        del settings["optimizer"], settings["scheduler"]
+        settings["zero"] |= {"offload_optimizer": home}
+        optimizer = Interrupted(model.parameters(), lr=0.05, momentum=0.9)
+        engines.append(megazero.initialize(model, settings, optimizer=optimizer))
+    through, engine = engines
+    for one in engines:
+        train(one, 0, BEFORE)
+    engine.save_checkpoint(tmp_path)
+    engine.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(KeyboardInterrupt):
+        train(engine, BEFORE, 1)
+    engine.optimizer.param_groups[0]["lr"] = 0.05
+    calls = (lambda: train(engine, BEFORE, 1), lambda: engine.save_checkpoint(tmp_path))
+    for call in calls if stage else ():  # a load right after it is one too
+        with pytest.raises(UsageError, match=r"(?s)has ended an update.*load_checkpoint"):
+            call()
+    engine.load_checkpoint(tmp_path)
+    for one in engines:
+        train(one, BEFORE, AFTER)
+    expected = figures(through)
+    assert all(torch.equal(value, expected[name]) for name, value in figures(engine).items())
