@@ -39,7 +39,7 @@ from report import HelpFormat, add_output, publish, table, tell, today  # noqa: 
 from megazero.command_line.parse import resolve  # noqa: E402
 from megazero.command_line.sources import with_sources  # noqa: E402
 from megazero.errors import Problem, UserError  # noqa: E402
-from megazero.library.config import load_engine_config, resolve_batch, without_schedule  # noqa: E402
+from megazero.library.config import load_engine_config, resolve_batch, without_training  # noqa: E402
 from megazero.rules.run import check  # noqa: E402
 
 LIMIT_SECONDS = 8.0
@@ -148,7 +148,7 @@ def by_a_run(path: Path, content: Mapping[str, Any]) -> tuple[list[Problem], int
 
 def by_the_library(path: Path, content: Mapping[str, Any]) -> tuple[list[Problem], int]:
     """Return the problems of the library with the file, and the number of notices."""
-    config = without_schedule(load_engine_config(path))
+    config = without_training(load_engine_config(path))
     resolve_batch(config, processes_of(content))
     return [], len(config.notices)
 

@@ -169,19 +169,28 @@ def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) ->
     return _from_mapping(readers[path.suffix](path), str(path))
 
 
-def without_schedule(config: EngineConfig) -> EngineConfig:
-    """Return the configuration without its schedule if it names no optimizer; no other one is given to `initialize`.
+def without_training(config: EngineConfig) -> EngineConfig:
+    """Return the configuration without what an optimizer alone needs, if there is none; `initialize` is given no other.
 
-    Raises ConfigError for a schedule without an optimizer; a DeepSpeed configuration's gets a notice instead.
+    Raises ConfigError for a schedule, or a home of states, without an optimizer; a DeepSpeed configuration's get
+    notices instead.
     """
-    if config.optimizer is not None or config.scheduler is None:
+    if config.optimizer is not None:
         return config
-    given = Location("config").key("scheduler.type").quote(config.scheduler.type)
-    because = "there is no optimizer whose learning rate it would set"
-    if config.origin is Origin.USER:
-        legal = 'optimizer: {"type": "AdamW"}, or initialize(model, config, optimizer=...)'
-        raise ConfigError(Problem(given, f"it has no effect here: {because}", legal))
-    return replace(config, scheduler=None, notices=(*config.notices, f"{given}: moot here, because {because}"))
+    location, is_own, moot = Location("config"), config.origin is Origin.USER, {}
+    if config.scheduler is not None:
+        moot[location.key("scheduler.type").quote(config.scheduler.type)] = "whose learning rate it would set"
+    if (home := config.zero.offload_optimizer) != "none":
+        name = "zero.offload_optimizer" if is_own else "zero_optimization.offload_optimizer.device"
+        moot[location.key(name).quote(home)] = "whose states would live there"
+    legal = 'optimizer: {"type": "AdamW"}, or initialize(model, config, optimizer=...)'
+    because = {given: f"there is no optimizer {of_it}" for given, of_it in moot.items()}
+    if is_own:
+        rule = "it has no effect here: "
+        raise_problems(ConfigError, [Problem(given, f"{rule}{reason}", legal) for given, reason in because.items()])
+    zero = replace(config.zero, offload_optimizer="none", delayed_parameter_update=False)
+    notices = (f"{given}: moot here, because {reason}" for given, reason in because.items())
+    return replace(config, zero=zero, scheduler=None, notices=(*config.notices, *notices))
 
 
 def without_optimizer(config: EngineConfig, given: object) -> EngineConfig:

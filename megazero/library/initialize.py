@@ -23,7 +23,7 @@ from megazero.library.config import (
     load_engine_config,
     resolve_batch,
     without_optimizer,
-    without_schedule,
+    without_training,
 )
 from megazero.library.data_parallel_engine import LENGTH_ARGUMENT, DataParallelEngine, EngineComponents, takes_length
 from megazero.library.module.leaf_modules import choose_leaves
@@ -109,7 +109,7 @@ def read_settings(
         raise UsageError(Problem(given, "a model is a torch.nn.Module that has been made", "MyModel(...)"))
     settings = with_wires(load_engine_config(config), given_wires(model))
     raise_problems(ConfigError, missing_packages(settings.reports, lambda name, value: f"reports.{name}: {value}"))
-    return without_schedule(settings) if optimizer is None else without_optimizer(settings, optimizer)
+    return without_training(settings) if optimizer is None else without_optimizer(settings, optimizer)
 
 
 def assemble(

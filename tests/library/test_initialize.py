@@ -265,6 +265,21 @@ def test_a_schedule_without_an_optimizer() -> None:
     assert engine.lr_scheduler is not None and engine.optimizer is sgd and engine.get_lr() == [0.0]
 
 
+def test_a_home_of_states_without_an_optimizer() -> None:
+    own = {"zero_stage": 1, "offload_optimizer": "cpu", "delayed_parameter_update": True}
+    rule = "it has no effect here: there is no optimizer whose states would live there"
+    with pytest.raises(ConfigError) as caught:
+        megazero.initialize(make("sequential"), {"zero": own})
+    (problem,) = caught.value.problems
+    assert (problem.given, problem.rule) == ('config: zero.offload_optimizer: "cpu"', rule)
+    theirs = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.warns(UserWarning, match=r"zero_optimization.offload_optimizer.device: .cpu.: moot here"):
+        megazero.initialize(make("sequential"), theirs).close()
+    model = make("sequential")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    assert megazero.initialize(model, {"zero": own}, optimizer=sgd).zero_engine.plan.share_away == 1.0
+
+
 # --- two optimizers ---------------------------------------------------------------------------------------------------
 
 
