@@ -28,7 +28,8 @@ from typing import Any
 
 # A container's share of time: "QUOTA PERIOD" in microseconds of all cores together; "max" where there is no limit.
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_MEMORY = Path("/sys/fs/cgroup/memory.max")  # a container's share of memory: bytes, or "max"
+# The control groups of this process ("NUMBER:CONTROLLERS:PATH"), and the folder of all.
+_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # What addresses, offsets and sizes are multiples of past the page cache: no disk's sectors are larger.
 ALIGNMENT = 4096
 # What a call that a file system does not have ends in.
@@ -171,13 +172,28 @@ def unlock_file(file: int) -> None:
 
 
 def memory_bytes() -> int:
-    """Return the memory that this process may have: the machine's, or its control group's; 0 if none is known."""
+    """Return the memory that this process may have: the machine's, or its control groups'; 0 if none is known."""
     try:
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return 0
-    text = _MEMORY.read_text(encoding="utf-8").strip() if _MEMORY.is_file() else "max"
-    return min(found, int(text)) if text.isdecimal() else found
+    return min([found, *_memory_limits()])
+
+
+def _memory_limits() -> Iterator[int]:
+    """Yield the limits of the control groups of this process, in both versions, and of those that they lie in.
+
+    A container often sees its own group as the root, whatever the path.
+    """
+    for line in _OWN_GROUPS.read_text(encoding="utf-8").splitlines() if _OWN_GROUPS.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        root, name = (_GROUPS / "memory", "memory.limit_in_bytes") if controllers else (_GROUPS, "memory.max")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        group = root / path.lstrip("/")
+        for folder in (each for each in (group, *group.parents) if each.is_relative_to(root)):
+            with suppress(OSError, ValueError):  # where there is none, or "max"
+                yield int((folder / name).read_text(encoding="utf-8"))
 
 
 def peak_resident_bytes() -> int:

@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from megazero.operating_system import (
     bypass_page_cache,
     free_space,
     lock_file,
+    memory_bytes,
     nameless_file,
     peak_resident_bytes,
     reserve_space,
@@ -36,6 +38,50 @@ def test_all_cores_count_where_a_process_has_no_affinity(monkeypatch: pytest.Mon
     assert usable_cores() == os.cpu_count()
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert usable_cores() == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_is_the_least_of_the_groups_that_a_process_lies_in(
+    version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root, name = (tmp_path / "memory", "memory.limit_in_bytes") if version == 1 else (tmp_path, "memory.max")
+    (root / "job" / "step").mkdir(parents=True)
+    own = "4:cpu:/job/step\n3:hugetlb,memory:/job/step\n0::/\n" if version == 1 else "0::/job/step\n"
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(operating_system, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(operating_system, "_GROUPS", tmp_path)
+    machine = memory_bytes()
+    assert machine == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (root / "job" / "step" / name).write_text("max\n" if version == 2 else "9223372036854771712\n")
+    assert memory_bytes() == machine
+    (root / "job" / name).write_text("1000000\n")
+    assert memory_bytes() == 1_000_000
+    (root / name).write_text("900000\n")
+    assert memory_bytes() == 900_000
+    (tmp_path / "own").write_text(own.replace("job", "not_seen_from_here"))
+    assert memory_bytes() == 900_000
+    monkeypatch.setattr(operating_system, "_OWN_GROUPS", tmp_path / "none")
+    assert memory_bytes() == machine
+
+
+def test_memory_is_that_of_a_real_group() -> None:
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((line.split(":", 2)[2] for line in lines if "memory" in line.split(":")[1].split(",")), None)
+    if own is None or os.geteuid():
+        pytest.skip("no control group of version 1 that this user may divide")
+    group = Path("/sys/fs/cgroup/memory") / own.lstrip("/") / f"test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("800000000")
+    except OSError as error:
+        pytest.skip(f"no group of memory can be made: {error}")
+    try:
+        program = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0'); import megazero.operating_system as system"
+        words = [sys.executable, "-c", f"{program}; print(system.memory_bytes())"]
+        found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    finally:
+        group.rmdir()
+    assert 799_990_000 < int(found) <= 800_000_000
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

@@ -26,8 +26,9 @@ CALLS = (
 PATHS = {
     "/proc": {"megazero/owner.py"},
     "/proc/cpuinfo": {"megazero/tensor_parallel/onednn.py"},
+    "/proc/self/cgroup": {PLACE},
+    "/sys/fs/cgroup": {PLACE},
     "/sys/fs/cgroup/cpu.max": {PLACE},
-    "/sys/fs/cgroup/memory.max": {PLACE},
     "/dev/shm": {"megazero/cluster/preflight.py"},
 }
 # Bash 3.2 has none of these; an empty array is an unset variable there.
