@@ -33,6 +33,7 @@ EIGHT_BIT_BLOCK = 256
 class Optimizer:
     """An optimizer's default learning rate, torch's for a class of torch.optim, and descriptions of its arguments.
 
+    moments: the kinds of state of elements that it keeps beside the weights, without those that `num_moments` adds.
     measures: whether its step of a parameter needs figures of all of it.
     package: the one whose kernels have its moments in 8 bits, an extra of this project's; "": they are numbers.
     in_numbers: the optimizer with the same update whose moments are numbers; "": itself.
@@ -40,6 +41,7 @@ class Optimizer:
 
     lr: float
     params: Mapping[str, FieldInfo]
+    moments: int = 2
     measures: bool = False
     package: str = ""
     in_numbers: str = ""
@@ -60,6 +62,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 parameter("nesterov", "bool", False),
                 _MAXIMIZE,
             ),
+            moments=0,
         ),
         "Adagrad": Optimizer(
             1e-2,
@@ -70,6 +73,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 parameter("eps", "float", 1e-10, gt=0),
                 _MAXIMIZE,
             ),
+            moments=1,
         ),
         "Adadelta": Optimizer(
             1.0,
@@ -93,6 +97,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 parameter("centered", "bool", False),
                 _MAXIMIZE,
             ),
+            moments=1,
         ),
         "Rprop": Optimizer(
             1e-2,
@@ -111,6 +116,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 _NO_DECAY,
                 _MAXIMIZE,
             ),
+            moments=1,
         ),
         "Lamb": Optimizer(
             1e-3,
@@ -134,9 +140,10 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 _NO_DECAY,
                 _MAXIMIZE,
             ),
+            moments=0,
             measures=True,
         ),
-        "Lion": Optimizer(1e-4, by_name(_LION_BETAS, _NO_DECAY, _MAXIMIZE)),
+        "Lion": Optimizer(1e-4, by_name(_LION_BETAS, _NO_DECAY, _MAXIMIZE), moments=1),
         "AdamW8bit": Optimizer(
             1e-3,
             by_name(_BETAS, _EPS, parameter("weight_decay", "float", 0.01, ge=0)),
@@ -145,9 +152,14 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
         ),
         # The package's Adam too has decoupled weight decay.
         "Adam8bit": Optimizer(1e-3, by_name(_BETAS, _EPS, _NO_DECAY), package="bitsandbytes", in_numbers="AdamW"),
-        "Lion8bit": Optimizer(1e-4, by_name(_LION_BETAS, _NO_DECAY), package="bitsandbytes", in_numbers="Lion"),
+        "Lion8bit": Optimizer(1e-4, by_name(_LION_BETAS, _NO_DECAY), 1, package="bitsandbytes", in_numbers="Lion"),
     }
 )
+
+
+def num_moments(optimizer: str, params: Mapping[str, object]) -> int:
+    """Return the kinds of state of elements that an optimizer with these parameters keeps beside the weights."""
+    return OPTIMIZERS[optimizer].moments + sum(bool(params.get(name)) for name in ("amsgrad", "centered", "momentum"))
 
 
 def in_numbers(kind: str) -> str:

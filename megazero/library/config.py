@@ -395,8 +395,8 @@ def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
     for problem in (problem for rule in STATE_RULES for problem in rule(parts.zero, parts.precision, spell)):
         yield replace(problem, given=f"{location}: {problem.given}")
     if parts.optimizer is not None:
-        kind = parts.optimizer.type
-        for problem in optimizer_fits(kind, f"optimizer.type {kind}", parts.zero, parts.precision, spell):
+        kind, params = parts.optimizer.type, parts.optimizer.params
+        for problem in optimizer_fits(kind, params, f"optimizer.type {kind}", parts.zero, parts.precision, spell):
             yield replace(problem, given=f"{location}: {problem.given}")
     yield from _undecidable(parts.zero, parts.activations, location)
     yield from _decoupled_problems(parts.optimizer, parts.scheduler, location)

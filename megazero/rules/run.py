@@ -652,10 +652,11 @@ def _with_flags(rule: StateRule) -> Rule:
 
 
 def optimizer_fits_its_states(config: RunConfig, world_size: int) -> Iterable[Problem]:
-    name = config.optimizer.optimizer
+    choice = choose_for_run(config.optimizer, Diagnostics())
     return optimizer_fits(
-        RUN_NAMES[name],
-        f"--optimizer {name}",
+        choice.type,
+        choice.params,
+        f"--optimizer {config.optimizer.optimizer}",
         config.zero,
         config.precision,
         lambda setting: "--" + setting.replace("_", "-"),

@@ -5,20 +5,17 @@ line, "fp16.loss_scale" in a DeepSpeed configuration.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from megazero.config import derived
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.config.nearest import near_divisors
-from megazero.config.optimizers import OPTIMIZERS, in_numbers
+from megazero.config.optimizers import OPTIMIZERS, in_numbers, num_moments
 from megazero.errors import Problem
 from megazero.operating_system import ALIGNMENT
 from megazero.units import counted
-
-# Master weights and two moments.
-NUM_ADAM_STATES = 3
 
 Spell = Callable[[str], str]
 StateRule = Callable[[ZeroConfig, PrecisionConfig, Spell], Iterable[Problem]]
@@ -72,13 +69,6 @@ def states_in_files_have_a_folder(zero: ZeroConfig, precision: PrecisionConfig, 
         yield Problem(given, "files of states need a folder", f"{spell('nvme_path')} FOLDER, on a fast local disk")
     elif problem := _problem_of_folder(zero.nvme_path):
         yield Problem(f"{spell('nvme_path')} {zero.nvme_path}", problem, "a folder that exists, or may be made")
-    least = NUM_ADAM_STATES + zero.offload_gradients_nvme
-    if 0 < zero.offload_buffer_count < least:
-        given = f"{spell('offload_buffer_count')} {zero.offload_buffer_count}"
-        of_gradients = f" with {spell('offload_gradients_nvme')}" if zero.offload_gradients_nvme else ""
-        rule = f"Adam has {least} kinds of state in files{of_gradients}, which are in memory together for an update"
-        legal = f"{spell('offload_buffer_count')} {least} or more, or 0 for as many as are of use"
-        yield Problem(given, rule, legal)
     if zero.aio_block_size % ALIGNMENT:
         given = f"{spell('aio_block_size')} {zero.aio_block_size}"
         nearest = max(round(zero.aio_block_size / ALIGNMENT), 1) * ALIGNMENT
@@ -198,10 +188,35 @@ def moments_in_8_bits_have_kernels(
         yield Problem(given, rule, f"{spell('offload_optimizer')} cpu, or {in_numbers(optimizer)}")
 
 
-def optimizer_fits(
-    optimizer: str, named: str, zero: ZeroConfig, precision: PrecisionConfig, spell: Spell
+def buffers_hold_an_update(
+    optimizer: str, params: Mapping[str, object], zero: ZeroConfig, spell: Spell
 ) -> Iterator[Problem]:
-    """Yield the problems of an optimizer with the places and formats of its states."""
+    """Yield the problem of fewer buffers of states in files than kinds of state of an optimizer.
+
+    One that a program gives is not in the table; its update takes as many buffers as it needs.
+    """
+    least = 1 + num_moments(optimizer, params) + zero.offload_gradients_nvme  # the weights, and their gradients
+    if 0 < zero.offload_buffer_count < least:
+        given = f"{spell('offload_buffer_count')} {zero.offload_buffer_count}"
+        of_gradients = f" with {spell('offload_gradients_nvme')}" if zero.offload_gradients_nvme else ""
+        rule = f"{optimizer} has {counted(least, 'kind')} of state in files{of_gradients}, all in memory for an update"
+        legal = f"{spell('offload_buffer_count')} {least} or more, or 0 for as many as are of use"
+        yield Problem(given, rule, legal)
+
+
+def optimizer_fits(
+    optimizer: str,
+    params: Mapping[str, object],
+    named: str,
+    zero: ZeroConfig,
+    precision: PrecisionConfig,
+    spell: Spell,
+) -> Iterator[Problem]:
+    """Yield the problems of an optimizer with the places and formats of its states.
+
+    optimizer, params: by their names in the table.  named: as the user names it.
+    """
+    yield from buffers_hold_an_update(optimizer, params, zero, spell)
     yield from late_updates_need_no_norms(optimizer, named, zero, spell)
     yield from moments_in_8_bits_have_kernels(optimizer, named, zero, precision, spell)
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from support.each import each
 
+from megazero.config.choices import OptimizerChoice
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.errors import Problem
+from megazero.optim.configured import saved_kinds
 from megazero.rules.states import STATE_RULES, optimizer_fits
 
 FILES = {"offload_optimizer": "nvme", "nvme_path": Path(tempfile.gettempdir())}
@@ -34,8 +36,6 @@ def found(zero: dict[str, Any], precision: dict[str, Any]) -> list[Problem]:
         ({"zero_stage": 0, "reduce_bucket_size": 0}, {}),
         ({"zero_stage": 1, "offload_optimizer": "cpu"}, {}),
         ({"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}, {}),
-        ({"zero_stage": 1, **FILES, "offload_buffer_count": 3}, {}),
-        ({"zero_stage": 2, **FILES, "offload_gradients_nvme": True, "offload_buffer_count": 4}, {}),
     ],
 )
 def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
@@ -84,15 +84,6 @@ def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
             "<delayed_parameter_update> with <offload_optimizer> auto",
             "<offload_optimizer> cpu, or leave out <delayed_parameter_update>",
         ),
-        *(
-            (
-                {"zero_stage": 1, **FILES, "offload_gradients_nvme": with_gradients, "offload_buffer_count": least - 1},
-                {},
-                f"<offload_buffer_count> {least - 1}",
-                f"<offload_buffer_count> {least} or more, or 0 for as many as are of use",
-            )
-            for with_gradients, least in ((False, 3), (True, 4))
-        ),
         (
             {},
             {"precision": "fp16", "initial_loss_scale": 1.0, "min_loss_scale": 2.0},
@@ -112,6 +103,24 @@ def test_each_home_has_a_problem_of_its_own() -> None:
     assert "stages 1 to 3" in homes[0].rule and "stage 3" in homes[1].rule
 
 
+@each("kind", [kind for kind, each in OPTIMIZERS.items() if not each.package])
+def test_there_are_buffers_for_the_kinds_of_state_of_an_optimizer(kind: str) -> None:
+    """Their number is that of what torch's optimizer keeps, and of weights and gradients."""
+    switches = [name for name in ("amsgrad", "centered", "momentum") if name in OPTIMIZERS[kind].params]
+    for params in ({}, dict.fromkeys(switches, 0.5), *({name: 0.5} for name in switches)):
+        needed = len(saved_kinds(OptimizerChoice(type=kind, lr=0.1, params=params)))
+        for in_files, least in ((False, needed + 1), (True, needed + 2)):
+            for count in (0, least - 1, least):
+                given = {"offload_gradients_nvme": in_files, "offload_buffer_count": count}
+                sections = ZeroConfig(zero_stage=1, **FILES, **given), PrecisionConfig()
+                problems = list(optimizer_fits(kind, params, "--optimizer x", *sections, lambda name: f"<{name}>"))
+                is_short = 0 < count < least
+                assert [problem.given for problem in problems] == [f"<offload_buffer_count> {count}"] * is_short
+                if is_short:
+                    assert problems[0].legal.startswith(f"<offload_buffer_count> {least} or more, or 0")
+                    assert problems[0].rule.startswith(f"{kind} has {least} kind")
+
+
 @pytest.mark.parametrize("is_installed", [True, False])
 @each("kind", OPTIMIZERS)
 def test_moments_in_8_bits(kind: str, is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +130,7 @@ def test_moments_in_8_bits(kind: str, is_installed: bool, monkeypatch: pytest.Mo
     for precision, narrow in (("fp32", True), ("bf16", True), ("fp16", True), ("fp64", False)):
         for zero in ({}, {"zero_stage": 1, "offload_optimizer": "cpu"}, {"zero_stage": 1, **FILES}):
             sections = ZeroConfig(**zero), PrecisionConfig(precision=precision)
-            problems = list(optimizer_fits(kind, "--optimizer x", *sections, lambda name: f"<{name}>"))
+            problems = list(optimizer_fits(kind, {}, "--optimizer x", *sections, lambda name: f"<{name}>"))
             expected = ["--optimizer x"] * (not is_installed)
             expected += ["--optimizer x with <precision> fp64"] * (not narrow)
             expected += ["--optimizer x with <offload_optimizer> nvme"] * (zero.get("offload_optimizer") == "nvme")

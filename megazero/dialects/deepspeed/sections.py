@@ -48,7 +48,7 @@ from megazero.dialects.deepspeed.keys import (
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.errors import Problem
 from megazero.rules import moot
-from megazero.rules.states import STATE_RULES, moments_in_8_bits_have_kernels
+from megazero.rules.states import STATE_RULES, optimizer_fits
 
 _Section = TypeVar("_Section", ZeroConfig, PrecisionConfig, ActivationConfig, ReportConfig, CurriculumConfig)
 
@@ -430,7 +430,7 @@ def engine_parts(file: ParsedFile) -> EngineParts:
     found = [problem for rule in STATE_RULES for problem in rule(zero, precision, _spell)]
     if optimizer is not None:
         kind = optimizer.type
-        found += moments_in_8_bits_have_kernels(kind, f"optimizer.type {kind}", zero, precision, _spell)
+        found += optimizer_fits(kind, optimizer.params, f"optimizer.type {kind}", zero, precision, _spell)
     file.diagnostics.problems.extend(
         replace(problem, given=f"{file.origin}: {problem.given}{_old_keys(file, problem.given)}") for problem in found
     )
