@@ -52,6 +52,16 @@ def save_model(
     stored, aliases = contents(model, units, None if masters is None else masters.plan.optimizer.dtype)
     start = header(stored, aliases)
     writer = _Writer(path, start) if mesh.world.rank == 0 else None
+    try:
+        _write_all(stored, writer, masters)
+        all_or_none(mesh.control, lambda: None if writer is None else writer.publish(), doing=f"writing {path}")
+    finally:
+        if writer is not None:
+            writer.discard()
+
+
+def _write_all(stored: Sequence[TensorToStore], writer: "_Writer | None", masters: Engine | None) -> None:
+    """Gather the tensors, one unit after the other, and write them on the rank that has a writer."""
     trained = {} if masters is None else masters.trained_specs()
     for _, alike in groupby(stored, key=lambda item: (item.unit, item.tensor.dtype)):
         group = list(alike)
@@ -64,7 +74,6 @@ def save_model(
                     whole = item.tensor
                 if writer is not None:
                     writer.write(whole, item.dtype)
-    all_or_none(mesh.control, lambda: None if writer is None else writer.publish(), doing=f"writing {path}")
 
 
 def contents(
@@ -144,8 +153,10 @@ class _Writer:
                 self._file.publish()
         except UserError as error:
             self._error = error
-        finally:
-            if self._file is not None:
-                self._file.discard()
         if self._error is not None:
             raise CheckpointError(*self._error.problems) from self._error
+
+    def discard(self) -> None:
+        """Remove what has not been published."""
+        if self._file is not None:
+            self._file.discard()
