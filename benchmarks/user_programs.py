@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
-from megazero.zero.engine import STATE_KINDS
+from megazero.zero.offloaded import StateKind
 
 Act = dict[str, Any]
 Program = dict[str, Any]
@@ -410,8 +410,12 @@ class _Draw:
         self._add("step", module)
         self.done[module] = 0
         if self._homes.random() < 0.15:
-            number = self._homes.randint(1, len(STATE_KINDS))
-            self._add("leave", module, kinds=[self._homes.sample(STATE_KINDS, number) for _ in range(2)])
+            number = self._homes.randint(1, len(StateKind))
+            self._add(
+                "leave",
+                module,
+                kinds=[self._homes.sample([kind.value for kind in StateKind], number) for _ in range(2)],
+            )
         if self._random.random() < 0.3:
             self._add("schedule_step", module)
         if self._random.random() < 0.2:

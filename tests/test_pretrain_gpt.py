@@ -33,7 +33,7 @@ from megazero.deepspeed.runtime.utils import clip_grad_norm_, move_to_device, se
 from megazero.deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
 from megazero.deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_live
 from megazero.deepspeed.runtime.zero.config import ZeroStageEnum
-from megazero.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from megazero.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from megazero.deepspeed.runtime.zero.tiling import TiledLinear
 from megazero.deepspeed.runtime.dataloader import RepeatingLoader
 from megazero.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -44,6 +44,8 @@ import megazero.deepspeed.runtime.activation_checkpointing.checkpointing as same
 import megazero.deepspeed.utils
 assert same is checkpointing and megazero.deepspeed.utils.RepeatingLoader is RepeatingLoader
 assert ZeroStageEnum.weights == 3 and OffloadDeviceEnum("cpu") is OffloadDeviceEnum.cpu
+kinds = ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]
+assert list(OffloadStateTypeEnum) == kinds and OffloadStateTypeEnum.lp_grads.value == "lp_grads"
 """
 
 

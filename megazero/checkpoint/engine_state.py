@@ -29,7 +29,7 @@ OPTIMIZER, _NUMBERS, _BY_PARAMETER = "optimizer", "optimizer_numbers", "paramete
 def saved_fragments(engine: Engine, *, with_optimizer: bool = True) -> Iterator[StateFragment]:
     """Yield the state that this rank saves."""
     if not with_optimizer:
-        return (piece for piece in engine.owned_state() if piece.kind == "weight")
+        return engine.owned_state(with_optimizer=False)
     return chain(engine.owned_state(), wire_fragments(engine))
 
 
@@ -101,7 +101,8 @@ def restore_engine(
     checkpoint has not.
     """
     beside = list(others)
-    weights = [piece for piece in engine.wanted_state() if piece.kind == "weight" and piece.spec.name not in without]
+    found = engine.wanted_state(with_optimizer=with_optimizer)
+    weights = [piece for piece in found if piece.kind == "weight" and piece.spec.name not in without]
     check_fits(checkpoint, [*weights, *beside], control=control)
     wanted: list[StateFragment] = weights
     if with_optimizer:

@@ -353,8 +353,13 @@ class DeepSpeedEngine:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The torch optimizer whose param groups set the options, None without one; it never steps itself."""
-        return self.core.optimizer
+        """The torch optimizer whose param groups set the options, None without one; it never steps itself.
+
+        It has the engine's `offload_states` and `reload_states`, which programs call of DeepSpeed's optimizers.
+        """
+        if (optimizer := self.core.optimizer) is not None:
+            vars(optimizer).update(offload_states=self.core.offload_states, reload_states=self.core.reload_states)
+        return optimizer
 
     def __getattr__(self, name: str) -> Any:
         if name == "core":  # __init__ has not set it yet

@@ -29,6 +29,7 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
     "TiledLinear",
     "ZeroParamStatus",
     "ZeroStageEnum",
@@ -74,6 +75,16 @@ class OffloadDeviceEnum(StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """The kinds of state that `engine.offload_states` moves, as `runtime.zero.offload_config` has them."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

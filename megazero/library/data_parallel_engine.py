@@ -46,7 +46,8 @@ from megazero.library.step.times import StepTimes
 from megazero.memory.host_copy import HostCopy
 from megazero.parallel.param_spec import Unit
 from megazero.timers import Timers
-from megazero.zero.engine import STATE_KINDS, Engine
+from megazero.zero.engine import Engine
+from megazero.zero.offloaded import StateKind
 from megazero.zero.plan import DTYPES
 from megazero.zero.statistics import EVERY_STATISTIC, read_statistics, take_statistics
 
@@ -212,6 +213,7 @@ class DataParallelEngine:
             self.zero_engine.written.check()
         if not self._passes.check_complete():
             return
+        self.zero_engine.check_may_update()
         self.zero_engine.take_written_gradients()
         flight, checkpoints = self.mesh.meter.flight, self._checkpoints
         flight.activity = "update"
@@ -280,29 +282,36 @@ class DataParallelEngine:
 
     def offload_states(
         self,
-        include: Iterable[Any] | None = None,
+        include: Iterable[Any] | str | None = None,
         device: Any = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> int:
         """Move state to host memory between two steps, until `reload_states`; return the bytes freed on this rank.
 
-        include: names (or DeepSpeed's enum members) of kinds: "optim_states", "hp_params" (master weights), "lp_params"
-        (in stage 3) and "lp_grads" (in stages 2 and 3; "contiguous_grad_buffer" is the same); by default all of them.
+        include: the name (or DeepSpeed's enum member) of a kind, or several: "optim_states", "hp_params" (master
+        weights), "lp_params" (in stage 3) and "lp_grads" (in stages 2 and 3; "contiguous_grad_buffer" is the same); by
+        default all of them.
         What is whole on every rank stays, as do states whose home is host memory already, and a CPU's memory that NumPy
         has referred to, such as a checkpoint was written from.  pin_memory, non_blocking: taken for DeepSpeed's
         programs; the configuration's offload_pin_memory decides, and the call waits for copies.
-        Raises UsageError for other kinds or devices, and between a backward pass and the end of its step; so do calls
-        that need the states until `reload_states`.
+        device: "cpu"; DeepSpeed's "none" is warned of, and moves nothing.
+        Raises UsageError for other kinds or devices, and between a backward pass and the end of its step; so does until
+        `reload_states` what needs a kind that is away.  Forwards without a backward, gathers and `save_16bit_model`
+        need "lp_params", backward passes "lp_grads" too, and a step or checkpoint all that it changes or saves.
         """
+        if str(getattr(device, "value", device)) == "none":
+            warnings.warn('engine.offload_states(device="none") moves nothing; device="cpu" does', stacklevel=2)
+            return 0
         if str(getattr(device, "value", device)) != "cpu":
             given = f"engine.offload_states(device={device!r})"
             raise UsageError(Problem(given, "states leave the device for host memory", 'device="cpu"'))
         if not self._passes.is_between_steps:
             given = "engine.offload_states() between a backward pass and the end of its step"
             raise UsageError(Problem(given, "the step needs its states", "after the step"))
-        names = [str(getattr(kind, "value", kind)) for kind in include or STATE_KINDS]
-        known = {**{kind: kind for kind in STATE_KINDS}, "contiguous_grad_buffer": "lp_grads"}
+        kinds = StateKind if include is None else [include] if isinstance(include, str) else include
+        names = [str(getattr(kind, "value", kind)) for kind in kinds]
+        known = {**{kind.value: kind for kind in StateKind}, "contiguous_grad_buffer": StateKind.GRADIENTS}
         if unknown := [name for name in names if name not in known]:
             given = f"engine.offload_states(include={unknown})"
             raise UsageError(Problem(given, "there are no states of this kind", ", ".join(known)))

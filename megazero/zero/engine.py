@@ -8,7 +8,6 @@ nowhere but in the plan.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -48,7 +47,7 @@ from megazero.zero.layout import (
     joined_limit,
     reduction_limit,
 )
-from megazero.zero.offloaded import OffloadedStates
+from megazero.zero.offloaded import OffloadedStates, StateKind
 from megazero.zero.parameters.frames import Frames, on_gradient
 from megazero.zero.parameters.gather import ParameterGather
 from megazero.zero.parameters.gathered import raise_changes
@@ -59,10 +58,6 @@ from megazero.zero.parameters.written import WrittenParameters
 from megazero.zero.plan import Home, Lifetime, ModelStateBytes, OptimizerShape, Placement, ZeroPlan, wires
 from megazero.zero.shards import FirstValue, Shards, value_of_parameter
 from megazero.zero.update import LocalNorms, OptimizerNumbers, Piece, ShardUpdate
-
-# DeepSpeed's names of the kinds of state that may leave the device for a while: moments, master weights, partitions of
-# working parameters, and of gradients.
-STATE_KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads")
 
 # The most elements of units that are laid out together where a user's modules are the units: 8 MiB in fp32.
 _JOINED_NUMEL = 1 << 21
@@ -328,7 +323,7 @@ class Engine:
 
     def begin_backward(self, *, is_last: bool, part: int = 0) -> None:
         """Expect the gradients of one part's parameters from the micro-batch whose graph autograd walks next."""
-        self._offloaded.check_back("backward")
+        self._offloaded.check_back("backward", (StateKind.PARTITIONS, StateKind.GRADIENTS))
         self._flight.activity = "backward"
         if self._guards is not None:
             self._guards.remove()
@@ -510,12 +505,16 @@ class Engine:
         """
         return self._presence.absent(counts)
 
+    def check_may_update(self) -> None:
+        """Raise UsageError while states are away from the device, of which a step needs each kind."""
+        self._offloaded.check_back("an optimizer step", tuple(StateKind))
+
     def update(self, inputs: StepInputs, absent: Mapping[str, Tensor] = NOTHING) -> None:
         """Take an optimizer step on the owned ranges and publish them, which ends just before each unit's next use.
 
         absent: `absent_gradients`.
         """
-        self._offloaded.check_back("an optimizer step")
+        self.check_may_update()
         self._check_updated("an optimizer step")
         self._gather.check_unpinned("an optimizer step")
         self._gather.release_all()
@@ -608,21 +607,26 @@ class Engine:
 
     def start_optimizer(self, numbers: OptimizerNumbers, *, num_steps: float) -> None:
         """Make the optimizer's state after `num_steps` steps, whose elements `wanted_state` yields to be filled."""
+        self._offloaded.check_back("setting the optimizer's state", (StateKind.MOMENTS,))
         self._update.start(numbers, num_steps=num_steps)
 
-    def offload_states(self, kinds: Collection[str]) -> int:
-        """Move state of these kinds (`STATE_KINDS`) from the device to host memory; return the bytes freed.
+    def offload_states(self, kinds: Collection[StateKind]) -> int:
+        """Move state of these kinds from the device to host memory; return the bytes freed.
 
         Between two steps.  Working parameters and gradients that are whole on every rank stay.
         """
         self._gather.check_unpinned("offloading states")
         self.publish_late()
         self.written.find()
-        self._gather.release_all()
+        self._gather.release_all()  # which takes secondary partitions for out of date
         self.ensure_parameters()
         self._reducer.finish()
-        tensors = {**self._shards.tensors_on_device(), "optim_states": self._update.states_on_device()}
-        return self._offloaded.move(tensor for kind in kinds for tensor in tensors[kind])
+        tensors = {**self._shards.tensors_on_device(), StateKind.MOMENTS: self._update.states_on_device()}
+        moves_secondary = StateKind.PARTITIONS in kinds and self.plan.parameter.home is Home.DEVICE
+        return self._offloaded.move(
+            {kind: tensors[kind] for kind in kinds},
+            computed=self._gather.memory.secondary.flats if moves_secondary else (),
+        )
 
     def reload_states(self) -> None:
         """Bring back what `offload_states` has moved."""
@@ -691,27 +695,42 @@ class Engine:
         """The statistics of the arenas of reduced gradients ("kept") and of leased "buckets", where there are any."""
         return self._reducer.arenas
 
-    def owned_state(self) -> Iterator[StateFragment]:
-        """Yield the state that this rank saves; over all ranks, every element of every parameter and kind once."""
-        self._offloaded.check_back("reading the engine's state")
+    def owned_state(self, *, with_optimizer: bool = True) -> Iterator[StateFragment]:
+        """Yield the state that this rank saves; over all ranks, every element of every parameter and kind once.
+
+        with_optimizer: whether the optimizer's state is part of it, or weights alone.
+        """
+        self._check_state("reading the engine's state", with_optimizer=with_optimizer, is_written=False)
         self._check_updated("reading the engine's state")
         self._update.finish_copies()
         self.written.find()
-        yield from chain(self._shards.owned_state(self._coordinates), self._update.optimizer_state(is_saved=True))
+        yield from self._shards.owned_state(self._coordinates, with_moments=with_optimizer)
+        yield from self._update.optimizer_state(is_saved=True) if with_optimizer else ()
+
+    def _check_state(self, call: str, *, with_optimizer: bool, is_written: bool) -> None:
+        kinds = {StateKind.MOMENTS} if with_optimizer else set()
+        for section in self.layout.sections:
+            kinds |= self._shards.kinds_of_weights(section, is_written=is_written)
+        self._offloaded.check_back(call, kinds)
 
     def counted_gradients(self) -> Iterator[StateFragment]:
         """Yield the reduced gradients that this rank counts; over all ranks, every element of a parameter once."""
+        self._offloaded.check_back("reading gradients", (StateKind.GRADIENTS,))
         self._update.finish_copies()
         return self._update.counted_gradients()
 
-    def wanted_state(self) -> Iterator[StateFragment]:
-        """Yield the state that a checkpoint must fill on this rank; `state_loaded` must be called afterwards."""
-        self._offloaded.check_back("loading state")
+    def wanted_state(self, *, with_optimizer: bool = True) -> Iterator[StateFragment]:
+        """Yield the state that a checkpoint must fill on this rank; `state_loaded` must be called afterwards.
+
+        with_optimizer: whether the optimizer's state is part of it, or weights alone.
+        """
+        self._check_state("loading state", with_optimizer=with_optimizer, is_written=True)
         self._gather.check_unpinned("loading state")
         self.ensure_parameters()  # what is still being published must not be written to
         self._update.finish_copies()
         self.written.find()  # found later, what a user has written would count instead of what is loaded
-        yield from chain(self._shards.wanted_state(), self._update.optimizer_state(is_saved=False))
+        yield from self._shards.wanted_state(with_moments=with_optimizer)
+        yield from self._update.optimizer_state(is_saved=False) if with_optimizer else ()
 
     def state_loaded(self, *, weights_only: bool = False, names: Iterable[str] | None = None) -> None:
         """Copy what has been written into `wanted_state` to the working parameters of all ranks.
@@ -737,8 +756,13 @@ class Engine:
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Return this rank's parts of a parameter's "master", "gradient" or optimizer state; none of a frozen one."""
-        self._offloaded.check_back(f"access to the {kind} of {name}")
-        self._publisher.ensure(self._slots[name][0].unit)  # what is still being published must not be written to
+        section, _ = self._slots[name]
+        if kind == "master":
+            needed = self._shards.kinds_of_weights(section, is_written=False)
+        else:
+            needed = {StateKind.GRADIENTS if kind == "gradient" else StateKind.MOMENTS}
+        self._offloaded.check_back(f"access to the {kind} of {name}", needed)
+        self._publisher.ensure(section.unit)  # what is still being published must not be written to
         self._update.finish_copies()
         self.written.find()
         return self._update.pieces(name, kind)
@@ -748,8 +772,13 @@ class Engine:
 
         Each has the logical tensor's dims; writing to it writes the state.
         """
-        self._offloaded.check_back(f"access to the optimizer's state of {name}")
-        return self._update.whole_state(name)
+        if found := self._update.whole_state(name):
+            self._offloaded.check_back(f"access to the optimizer's state of {name}", (StateKind.MOMENTS,))
+        return found
+
+    def num_pieces(self, name: str) -> int:
+        """Return the number of the parts that this rank owns of a parameter."""
+        return self._update.num_pieces(name)
 
     def gradient_so_far(self, name: str) -> GradientSoFar | None:
         """Return this rank's part of what the passes of an incomplete step have added up; None before the first."""
@@ -794,8 +823,19 @@ class Engine:
         """Return False: a parameter that is detached is gathered, or an error."""
         return False
 
-    def gather(self, names: Iterable[str], why: str) -> None:
-        """Gather parameters on every rank, and pin them until `release`; a collective call."""
+    def check_may_write(self, names: Iterable[str], call: str) -> None:
+        """Raise UsageError while states are away from the device that a change of these parameters' values changes."""
+        for name in names:
+            section, _ = self._slots[name]
+            self._offloaded.check_back(call, self._shards.kinds_of_weights(section, is_written=True))
+
+    def gather(self, names: Iterable[str], why: str, *, is_modified: bool) -> None:
+        """Gather parameters on every rank, and pin them until `release`; a collective call.
+
+        is_modified: whether `release` stores their values.
+        """
+        if is_modified:
+            self.check_may_write(names, why)
         self.publish_late()
         for name in names:
             unit = self._gather.unit_of(name)

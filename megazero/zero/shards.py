@@ -15,7 +15,7 @@ are read and written there, and meet those of the device in copies only.  States
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -38,6 +38,7 @@ from megazero.zero.encoded_shards import EncodedShard, EncodedSlice
 from megazero.zero.gradients.gradient_guard import may_have
 from megazero.zero.late_update import LateUpdate
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Reduction, Section, Slot
+from megazero.zero.offloaded import StateKind
 from megazero.zero.plan import Home, Lifetime, ModelStateBytes, Placement, ZeroPlan
 
 # At least the elements of a processor's vectors, of any number format, that an update takes at once.
@@ -111,14 +112,14 @@ class Shards:
         parameter_files: FileStates | None = None,
         sub_group_numel: int = UNLIMITED,
         late: LateUpdate | None = None,
-        check_back: Callable[[str], None] = lambda call: None,
+        check_back: Callable[[str, Collection[StateKind]], None] = lambda call, needed: None,
     ) -> None:
         """Allocate the state and copy the first values to it.
 
         host: the home in host memory, where the plan has one.  files, parameter_files: the homes in files, of the
         optimizer's states and of partitions of parameters, likewise.
         sub_group_numel: the most elements that are updated at once.  late: the updates that run beside the next step.
-        check_back: raises UsageError for a call that needs state which has left the device for a while.
+        check_back: raises UsageError for a call that needs state of kinds which have left the device for a while.
         moments: the kinds that the optimizer keeps beside the master weights.  code_values: of those in 8 bits, the
         values of their codes.  kinds_in_files: those of the states in files, where an optimizer that would keep its
         state itself has it here.
@@ -514,16 +515,16 @@ class Shards:
         """Return a moment of an owned range of a sub-group, which comes to memory when it is asked for."""
         return _elements(self._state(bucket).moments[kind], self._place(bucket, within))
 
-    def owned_state(self, coordinates: Mapping[str, int]) -> Iterator[StateFragment]:
+    def owned_state(self, coordinates: Mapping[str, int], *, with_moments: bool = True) -> Iterator[StateFragment]:
         """Yield the state that the rank at these coordinates saves: its partitions of parameters that it counts."""
         for section in self.layout.sections:
             for bucket in section.buckets:
                 for part in self._parts(bucket, self.partition(bucket)):
                     for fragment in bucket.fragments_in(part):
                         if fragment.spec.is_counted_on(coordinates):
-                            yield from self._state_of(bucket, fragment, is_written=False)
+                            yield from self._state_of(bucket, fragment, with_moments, is_written=False)
 
-    def wanted_state(self) -> Iterator[StateFragment]:
+    def wanted_state(self, *, with_moments: bool = True) -> Iterator[StateFragment]:
         """Yield the state that a checkpoint must fill: all state on this rank that isn't computed from the rest.
 
         What is written to encoded partitions is stored by `close_encoded`.
@@ -533,9 +534,11 @@ class Shards:
             for bucket in section.buckets:
                 for part in self._parts(bucket, self.loaded(bucket)):
                     for fragment in bucket.fragments_in(part):
-                        yield from self._state_of(bucket, fragment, is_written=True)
+                        yield from self._state_of(bucket, fragment, with_moments, is_written=True)
 
-    def _state_of(self, bucket: Bucket, fragment: Fragment, *, is_written: bool) -> Iterator[StateFragment]:
+    def _state_of(
+        self, bucket: Bucket, fragment: Fragment, with_moments: bool, *, is_written: bool
+    ) -> Iterator[StateFragment]:
         spec, start, stop, within = fragment
         if not spec.trainable:
             shard = self._working_shards.get(bucket.section)
@@ -553,7 +556,7 @@ class Shards:
         states, place = self._state(bucket), self._place(bucket, within)
         master = self.working(bucket, within) if states.master is None else _elements(states.master, place)
         yield StateFragment(spec, "weight", start, stop, master)
-        for kind in self.moment_kinds:
+        for kind in self.moment_kinds if with_moments else ():
             moment: StateSource
             if kind in states.blocks:
                 moment = BlockElements(states.blocks[kind], place, is_written)
@@ -561,14 +564,25 @@ class Shards:
                 moment = _elements(states.moments[kind], place)
             yield StateFragment(spec, kind, start, stop, moment)
 
-    def tensors_on_device(self) -> dict[str, list[Tensor]]:
+    def kinds_of_weights(self, section: Section, *, is_written: bool) -> set[StateKind]:
+        """Return the kinds of state that hold a section's weights as they are saved; is_written: in which they change.
+
+        They are the master weights, or where those are no tensors of their own the working parameters.
+        """
+        have_master = [section.trainable and self._state(bucket).master is not None for bucket in section.buckets]
+        kinds = {StateKind.MASTERS} if any(have_master) else set()
+        if section.partitioned and (is_written or not all(have_master)):
+            kinds.add(StateKind.PARTITIONS)
+        return kinds
+
+    def tensors_on_device(self) -> dict[StateKind, list[Tensor]]:
         """Return the tensors of the device that hold master weights, partitions of parameters, and of gradients."""
         states = self._states.get(Home.DEVICE)
         is_leased = self.plan.gradient.lifetime is Lifetime.LEASED
         return {
-            "hp_params": [states.master] if states is not None and isinstance(states.master, Tensor) else [],
-            "lp_params": self._shards_in_memory if self.parameter_home.is_device else [],
-            "lp_grads": [states.gradient]
+            StateKind.MASTERS: [states.master] if states is not None and isinstance(states.master, Tensor) else [],
+            StateKind.PARTITIONS: self._shards_in_memory if self.parameter_home.is_device else [],
+            StateKind.GRADIENTS: [states.gradient]
             if states is not None and is_leased and isinstance(states.gradient, Tensor)
             else [],
         }
@@ -598,7 +612,8 @@ class Shards:
             gradients += self._resident_gradients.values()
         return ModelStateBytes(
             parameters=sum(map(_nbytes, parameters)) + sum(file.nbytes for file in files if home is Home.FILE),
-            gradients=sum(flat.nbytes for flat in gradients),  # an arena's storage is shared
+            # An arena's storage is shared, and may have left the device.
+            gradients=sum(flat.nbytes for flat in gradients if _nbytes(flat)),
             master=sum(_nbytes(state.master) for state in states if state.master is not None),
             moments=sum(_nbytes(moment) for state in states for moment in state.stored_moments) + optimizer_bytes,
         )
@@ -633,6 +648,7 @@ class Shards:
 
         A master weight that rounds to the value is left: it has digits that the working dtype cannot represent.
         """
+        self.check_back(f"a change of parameter {name}", self.kinds_of_weights(section, is_written=True))
         self.late.finish()
         slot = next(slot for slot in section.slots if slot.spec.name == name)
         value = self.flat(section)[slot.start : slot.stop]

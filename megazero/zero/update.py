@@ -496,6 +496,10 @@ class ShardUpdate:
                 tensor = found if isinstance(found, Tensor) else found.view()
                 yield Piece(fragment.start, fragment.stop, tensor)
 
+    def num_pieces(self, name: str) -> int:
+        """Return the number of the pieces that `pieces` yields of a kind of state that every element has."""
+        return sum(owned.bucket.fragment_of(name, owned.within) is not None for owned in self.runs)
+
     def optimizer_state(self, *, is_saved: bool) -> Iterator[StateFragment]:
         """Yield the owned ranges' state that a torch optimizer allocates itself, beside the moments in the shards.
 

@@ -108,7 +108,7 @@ def refused(rank: int, folder: str) -> None:
             "custom_load_fn": lambda: engine.load_checkpoint(folder, custom_load_fn=print),
             "save_16bit_model": lambda: engine.save_16bit_model(folder, exclude_frozen_parameters=True),
             "Stream": lambda: engine.deepspeed_io(Stream()),
-            "device='nvme'": lambda: engine.offload_states(device="nvme"),
+            "device='nvme'": lambda: engine.optimizer.offload_states(device="nvme"),
             "engine.no_such_thing": lambda: engine.no_such_thing,
             r"set_train_batch_size\(6\) with micro-batches of 2": lambda: engine.set_train_batch_size(6),
             "lr_kwargs": lambda: engine.step(lr_kwargs={"metrics": 1}),

@@ -224,7 +224,7 @@ class Init:
         """Return True outside the block: a program reads names and shapes in the model's state_dict, but no values."""
         return not self._hooks
 
-    def gather(self, names: Iterable[str], why: str) -> None:
+    def gather(self, names: Iterable[str], why: str, *, is_modified: bool) -> None:
         """Gather parameters, and pin them on every rank until `release`; a collective call."""
         with torch._C.DisableTorchFunction():
             for sliced in (self._sliced[name] for name in names):

@@ -159,6 +159,8 @@ class _State:
 
     def _write(self, value: Tensor, starts: Iterable[tuple[Piece, int]]) -> None:
         """Fill each piece with the value's elements from its start on."""
+        if self._kind == _MASTER:
+            self._engine.check_may_write([self._name], f"setting the master weights of {self._name}")
         for piece, start in starts:
             piece.tensor.copy_(value[start : start + piece.tensor.numel()] / self._scale)
         if self._kind == _MASTER:
@@ -168,7 +170,7 @@ class _State:
 
     def _whole(self) -> Tensor | None:
         """Return state that is not of elements, which every rank has all of; None of other kinds."""
-        return self._engine.whole_state(self._name).get(self._kind)
+        return None if self._kind in (_MASTER, _GRADIENT) else self._engine.whole_state(self._name).get(self._kind)
 
     def _pieces(self) -> list[Piece]:
         return list(self._engine.pieces(self._name, self._kind))
@@ -188,8 +190,7 @@ class _State:
 
     def _exists_locally(self) -> bool:
         """True if every element that this rank owns has such state."""
-        owned = list(self._engine.pieces(self._name, _MASTER)) if self._has_state else []
-        return self._has_state and len(self._pieces()) == len(owned)
+        return self._has_state and len(self._pieces()) == self._engine.num_pieces(self._name)
 
     def _check_exists(self, exists: bool) -> None:
         if not exists:

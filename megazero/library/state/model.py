@@ -83,9 +83,9 @@ def load_module(module: nn.Module, engine: Engine, state: Mapping[str, Any], *, 
 
 def _fill(engine: Engine, values: Mapping[str, Tensor]) -> None:
     """Set parameters of the engine to whole values by name, master weights and working parameters alike."""
-    for fragment in engine.wanted_state():
+    for fragment in engine.wanted_state(with_optimizer=False):
         value = values.get(fragment.spec.name)
-        if value is not None and fragment.kind == "weight":
+        if value is not None:
             fragment.tensor.copy_(value.reshape(-1)[fragment.start : fragment.stop])
     engine.state_loaded(names=values)
 

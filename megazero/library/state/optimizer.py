@@ -41,7 +41,7 @@ def gathered_state(engine: Engine, spec: ParamSpec, kind: str) -> Tensor:
     The result has the parameter's shape on this rank, and lies on the engine's device.  Adafactor's averages are those
     of the logical tensor.
     """
-    if (whole := engine.whole_state(spec.name).get(kind)) is not None:
+    if kind != "master" and (whole := engine.whole_state(spec.name).get(kind)) is not None:
         return whole.clone()
     dtype, device = engine.plan.optimizer.dtype, engine.optimizer_step.device
     full = torch.zeros(spec.numel, dtype=dtype, device=device)

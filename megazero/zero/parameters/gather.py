@@ -20,6 +20,7 @@ from megazero.errors import Problem, UsageError
 from megazero.memory.copies import Arrival
 from megazero.timers import Timers
 from megazero.zero.layout import Bucket, joined_gathers, prefetch_limit
+from megazero.zero.offloaded import StateKind
 from megazero.zero.parameters.unit_memory import (
     GatheredUnit,
     UnitBuckets,
@@ -134,9 +135,9 @@ class ParameterGather:
 
     def pin(self, name: str, why: str) -> None:
         """Gather a unit for a use, whole and unguarded until `unpin`.  Raises CollectiveError if ranks don't meet."""
-        self._check_back("a forward")
         unit = self._units[name]
-        unit.pins += 1
+        unit.pins += 1  # which the frame that has asked for it takes back, also where it fails
+        self._check_back("a forward", (StateKind.PARTITIONS,))
         if in_backward():
             self._use_in_backward(unit)
         else:
@@ -149,7 +150,7 @@ class ParameterGather:
 
     def pin_for_user(self, name: str, why: str) -> None:
         """Gather a unit outside any pass, whole and unguarded until `unpin`; the record of uses has no such use."""
-        self._check_back(why)
+        self._check_back(why, (StateKind.PARTITIONS,))
         unit = self._units[name]
         if self.memory.rounds and not unit.pins:
             if unit.state is not UnitState.PARTITIONED and not unit.is_exact:
@@ -216,6 +217,7 @@ class ParameterGather:
 
     def _come_to(self, unit: GatheredUnit) -> None:
         """Gather a unit that backward uses next."""
+        self._check_back("backward", (StateKind.PARTITIONS,))
         if self._last_in_backward is not unit:
             self._last_in_backward = unit
             self._order = self._orders[True]

@@ -42,7 +42,8 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for owner, names in self._by_owner():
-            owner.gather(names, f"GatheredParameters({', '.join(names)})")
+            why = f"GatheredParameters({', '.join(names)})"
+            owner.gather(names, why, is_modified=self._modifier_rank is not None)
 
     def __exit__(self, *exc: object) -> None:
         modifier_rank = None if any(exc) else self._modifier_rank

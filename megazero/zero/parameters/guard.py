@@ -55,8 +55,11 @@ class ParameterOwner(Protocol):
     def lists_partitioned(self) -> bool:
         """Return True if `detach`, of which a state_dict consists, returns another guarded parameter."""
 
-    def gather(self, names: Iterable[str], why: str) -> None:
-        """Gather the parameters, and pin them until `release`; a collective call."""
+    def gather(self, names: Iterable[str], why: str, *, is_modified: bool) -> None:
+        """Gather the parameters, and pin them until `release`; a collective call.
+
+        is_modified: whether `release` stores their values.
+        """
 
     def check_unchanged(self, names: Iterable[str]) -> None:
         """Raise UsageError if a rank has changed gathered parameters, where that is checked; a collective call then."""

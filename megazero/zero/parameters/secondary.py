@@ -5,7 +5,7 @@ Later gathers of a unit come from there, inside the node, until the weights chan
 backward, and those of later micro-batches.  The price is 1/P of all partitioned parameters in each of P ranks' memory.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import Tensor
 
@@ -31,7 +31,12 @@ class SecondaryPartitions:
 
     @property
     def nbytes(self) -> int:
-        return sum(flat.nbytes for flat in self._flats.values())
+        return sum(flat.untyped_storage().nbytes() for flat in self._flats.values())
+
+    @property
+    def flats(self) -> Collection[Tensor]:
+        """The tensors that hold them, whose values count for nothing after `forget`."""
+        return self._flats.values()
 
     def has(self, unit: str) -> bool:
         """Return True if the unit's present values are here, on all ranks."""

@@ -1,5 +1,6 @@
 """Tests that an engine's states leave the device between two steps, and come back as they were."""
 
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.errors import UsageError
 from megazero.library.data_parallel_engine import DataParallelEngine
+from megazero.zero import safe_get_full_fp32_param, safe_get_local_optimizer_state, safe_set_full_fp32_param
 
 WIDTH = 12
 ALL = ("optim_states", "hp_params", "lp_params", "lp_grads")
@@ -63,11 +65,12 @@ def test_the_bytes_are_those_of_the_states() -> None:
     train(engine, 0)
     held = engine.zero_engine.model_state_bytes()
     kind = Enum("OffloadStateTypeEnum", {name: name for name in ALL})
-    assert engine.offload_states([kind.optim_states]) == held.moments
+    assert engine.offload_states([]) == 0
+    assert engine.offload_states("optim_states") == held.moments
+    assert engine.offload_states([kind.optim_states]) == 0
     assert engine.offload_states(["hp_params", "lp_params"]) == held.master + held.parameters
     assert engine.offload_states() == held.gradients
-    freed = engine.zero_engine.model_state_bytes()
-    assert (freed.parameters, freed.master, freed.moments) == (0, 0, 0)
+    assert engine.zero_engine.model_state_bytes().total == 0
     engine.reload_states()
     assert engine.zero_engine.model_state_bytes() == held
 
@@ -89,6 +92,69 @@ def test_memory_that_numpy_has_referred_to_stays(tmp_path: Path) -> None:
     assert torch.equal(train(moved, 1), expected)
 
 
+@each(("stage", "precision"), [(0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_a_model_computes_while_what_only_training_needs_is_away(tmp_path: Path, stage: int, precision: str) -> None:
+    engine = make_engine(stage, precision=precision)
+    train(engine, 0)
+    parameter = next(engine.module.parameters())
+    x = torch.ones(2, WIDTH, dtype=parameter.dtype)
+
+    def readings() -> dict[str, Tensor]:
+        with torch.no_grad():
+            found = {"forward": engine(x), **engine.state_dict()}
+        with megazero.zero.GatheredParameters(parameter):
+            found["gathered"] = parameter.detach().clone()
+        return found
+
+    before = readings()
+    assert engine.offload_states(["optim_states", "hp_params", "lp_grads"]) > 0
+    after = readings()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    engine.save_16bit_model(tmp_path)
+    loss = engine(x).sum()
+    if stage < 2:  # gradients are whole
+        engine.backward(loss)
+    with pytest.raises(UsageError, match="has optim_states" if stage < 2 else "has lp_grads"):
+        engine.step() if stage < 2 else engine.backward(loss)
+    engine.reload_states()
+    if stage < 2:
+        engine.step()
+    train(engine, 1)
+
+
+def test_a_call_is_refused_for_the_kinds_that_it_needs(tmp_path: Path) -> None:
+    engine = make_engine(3)
+    train(engine, 0)
+    parameter, state = next(engine.module.parameters()), engine.state_dict()
+
+    def modify() -> None:
+        with megazero.zero.GatheredParameters(parameter, modifier_rank=0):
+            pass
+
+    needed: dict[str, tuple[str, Callable[[], object]]] = {
+        "set_master": ("hp_params, lp_params", lambda: safe_set_full_fp32_param(parameter, torch.zeros(WIDTH, WIDTH))),
+        "modify": ("hp_params, lp_params", modify),
+        "load": ("hp_params, lp_params", lambda: engine.load_state_dict(state)),
+        "master": ("hp_params", lambda: safe_get_full_fp32_param(parameter)),
+        "save": ("optim_states, hp_params", lambda: engine.save_checkpoint(tmp_path)),
+        "save_working": ("lp_params", lambda: engine.save_16bit_model(tmp_path)),
+        "save_masters": ("hp_params", lambda: engine.save_fp32_model(tmp_path)),
+        "moment": ("optim_states", lambda: safe_get_local_optimizer_state(parameter, "exp_avg")),
+        "forward": ("lp_params", lambda: engine(torch.ones(2, WIDTH, dtype=torch.bfloat16))),
+    }
+    for kind in ALL:
+        engine.offload_states([kind])
+        for name, (kinds, call) in needed.items():
+            if kind in kinds:
+                with pytest.raises(UsageError, match=f"has {kind} in host memory") as caught:
+                    call()
+                assert "reload_states" in str(caught.value), name
+            else:
+                call()
+        engine.reload_states()
+        assert not list(tmp_path.glob("*.tmp")), "a file that a refused call has begun"
+
+
 def test_what_needs_the_states_is_refused_until_they_are_back(tmp_path: Path) -> None:
     engine = make_engine(3)
     train(engine, 0)
@@ -97,7 +163,7 @@ def test_what_needs_the_states_is_refused_until_they_are_back(tmp_path: Path) ->
     for call in (
         lambda: train(engine, 1),
         lambda: engine.save_checkpoint(tmp_path),
-        lambda: megazero.zero.safe_get_full_fp32_param(parameter),
+        lambda: safe_get_full_fp32_param(parameter),
         lambda: engine.state_dict(),
     ):
         with pytest.raises(UsageError, match="reload_states"):
@@ -111,6 +177,8 @@ def test_what_cannot_leave_is_said() -> None:
     assert engine.offload_states() == 0, "their home is host memory"
     with pytest.raises(UsageError, match="lp_weights"):
         engine.offload_states(["lp_weights"])
+    with pytest.warns(UserWarning, match="moves nothing"):
+        assert make_engine(2).offload_states(device="none") == 0
     with pytest.raises(UsageError, match="nvme"):
         engine.offload_states(device="nvme")
     engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum())
