@@ -210,7 +210,13 @@ def _translate_offloading(translation: Translation) -> None:
 def _translate_shared(translation: Translation, setting: str, paths: Sequence[str], rule: str) -> None:
     """Translate the keys of one setting in the sections of what is offloaded; rule: that they have one value."""
     file = translation.file
-    found = [key for path in paths if (key := file.written(path)) is not None and _moves(file, path)]
+    written = [(path, key) for path in paths if (key := file.written(path)) is not None]
+    found = [key for path, key in written if _moves(translation, path)]
+    for path, key in written:
+        asks = key.value != _INFO[setting].default  # as in rules/moot.py, the default asks for nothing
+        if asks and not any(_is_offloaded(file, home) for home in _homes_of(path)):
+            what = " or ".join(home.removeprefix("offload_") for home in _homes_of(path))
+            file.diagnostics.notices.append(f"{key.source}: moot here, because no {what} states are offloaded")
     if len({key.value for key in found}) > 1:
         given = " and ".join(key.source for key in found)
         file.diagnostics.problems.append(Problem(given, rule, "the same value in both sections"))
@@ -219,10 +225,24 @@ def _translate_shared(translation: Translation, setting: str, paths: Sequence[st
         translation.write(setting, value, found[0].source)
 
 
-def _moves(file: ParsedFile, path: str) -> bool:
-    """Return True if the file offloads what the section of a key is about; an old key is about all of it."""
-    section = path.rpartition(".")[0]
-    devices = [file.written(key) for key in (*OLD_OFFLOAD, f"{section}.device") if key in HONOURED]
+def _moves(translation: Translation, path: str) -> bool:
+    """Return True if the file offloads what a key is about, which of parameters it does in ZeRO stage 3 alone."""
+    file = translation.file
+    stage = file.get(ZERO_KEYS["zero_stage"], 3) if translation.whole or ZERO_KEYS["zero_stage"] in file.values else 3
+    homes = [home for home in _homes_of(path) if home != "offload_param" or stage >= 3]
+    return any(_is_offloaded(file, home) for home in homes)
+
+
+def _homes_of(path: str) -> tuple[str, ...]:
+    """Return the settings of the homes that a key of offloading is about: an old one about both."""
+    section = path.rpartition(".")[0].rpartition(".")[2]
+    return (section,) if section in OLD_OFFLOAD.values() else tuple(OLD_OFFLOAD.values())
+
+
+def _is_offloaded(file: ParsedFile, home: str) -> bool:
+    """Return True if a key of the file gives a home other than the device."""
+    old = [path for path, setting in OLD_OFFLOAD.items() if setting == home]
+    devices = [file.written(path) for path in (*old, ZERO_KEYS[home])]
     return any(device is not None and device.value not in (False, "none") for device in devices)
 
 

@@ -318,26 +318,42 @@ def test_a_part_of_the_optimizer_is_moved() -> None:
 
 
 @each(
-    ("zero", "is_pinned"),
+    ("zero", "is_pinned", "moot"),
     [
-        ({"offload_optimizer": CPU}, True),
-        ({"offload_optimizer": {**CPU, "pin_memory": False}}, False),
-        ({"offload_param": {**CPU, "pin_memory": False}}, False),
-        ({"offload_optimizer": {**CPU, "pin_memory": False}, "offload_param": {**CPU, "pin_memory": False}}, False),
-        ({"offload_optimizer": {**CPU, "pin_memory": False}, "offload_param": CPU}, False),
-        ({"cpu_offload": True, "cpu_offload_use_pin_memory": False}, False),
-        ({**OLD_PARAM, "cpu_offload_use_pin_memory": False}, False),
-        ({"cpu_offload": True, "cpu_offload_use_pin_memory": True}, True),
-        ({"cpu_offload": True, "offload_optimizer": {"pin_memory": False}}, False),
+        ({"offload_optimizer": CPU}, True, ""),
+        ({"offload_optimizer": CPU, "cpu_offload_use_pin_memory": False}, False, ""),
+        ({"offload_optimizer": {**CPU, "pin_memory": False}}, False, ""),
+        ({"offload_param": {**CPU, "pin_memory": False}}, False, ""),
+        ({"offload_optimizer": {**CPU, "pin_memory": False}, "offload_param": {**CPU, "pin_memory": False}}, False, ""),
+        ({"offload_optimizer": {**CPU, "pin_memory": False}, "offload_param": CPU}, False, ""),
+        ({"cpu_offload": True, "cpu_offload_use_pin_memory": False}, False, ""),
+        ({**OLD_PARAM, "cpu_offload_use_pin_memory": False}, False, ""),
+        ({"cpu_offload": True, "cpu_offload_use_pin_memory": True}, True, ""),
+        ({"cpu_offload": True, "offload_optimizer": {"pin_memory": False}}, False, ""),
         # What is not offloaded has no part in it.
-        ({"offload_optimizer": {**CPU, "pin_memory": True}, "offload_param": {"pin_memory": False}}, True),
-        ({"offload_optimizer": {"device": "none", "pin_memory": False}, "offload_param": CPU}, True),
+        (
+            {"offload_optimizer": {**CPU, "pin_memory": True}, "offload_param": {"pin_memory": False}},
+            True,
+            "offload_param.pin_memory: false: moot here, because no param states",
+        ),
+        (
+            {"offload_optimizer": {"device": "none", "pin_memory": False}, "offload_param": CPU},
+            True,
+            "offload_optimizer.pin_memory: false: moot here, because no optimizer states",
+        ),
+        (
+            {"cpu_offload_use_pin_memory": False},
+            True,
+            "cpu_offload_use_pin_memory: false: moot here, because no optimizer or param states",
+        ),
+        ({"offload_optimizer": {"nvme_path": "/b"}}, True, 'nvme_path: "/b": moot here, because no optimizer states'),
     ],
 )
-def test_host_memory_is_pinned_for_all_or_for_none(zero: dict[str, Any], is_pinned: bool) -> None:
+def test_host_memory_is_pinned_for_all_or_for_none(zero: dict[str, Any], is_pinned: bool, moot: str) -> None:
     made, file = moved(3, **zero)
     assert made.offload_pin_memory is is_pinned
-    assert file.diagnostics.problems == [] and file.diagnostics.notices == []
+    assert file.diagnostics.problems == [] and len(file.diagnostics.notices) == bool(moot)
+    assert moot in "".join(file.diagnostics.notices)
 
 
 @each(
@@ -370,6 +386,13 @@ def test_all_files_are_in_one_folder(zero: dict[str, Any]) -> None:
             "zero_optimization.offload_param.pin_memory: false and"
             " ds.json: zero_optimization.cpu_offload_use_pin_memory: true",
             "the same value in both sections",
+        ),
+        (
+            2,
+            {"offload_optimizer": {**CPU, "pin_memory": False}, "cpu_offload_use_pin_memory": True},
+            "zero_optimization.offload_optimizer.pin_memory: false and"
+            " ds.json: zero_optimization.cpu_offload_use_pin_memory: true",
+            "the same value",
         ),
         (
             3,
@@ -422,6 +445,10 @@ def test_homes_that_contradict(stage: int, zero: dict[str, Any], given: str, leg
     [
         ({"offload_param": {**CPU, "pin_memory": True}}, 'offload_param.device: "cpu"'),
         (OLD_PARAM, "cpu_offload_param: true"),
+        (
+            {**OLD_PARAM, "cpu_offload_use_pin_memory": True, "offload_param": {"pin_memory": False}},
+            "cpu_offload_param: true",
+        ),
     ],
 )
 def test_parameters_below_stage_3_get_a_notice(stage: int, zero: dict[str, Any], key: str) -> None:
