@@ -15,6 +15,7 @@ never meet.  Nothing of a file outlives its process, so nothing is synced.
 Threads don't survive a fork: a forked child must leave its parent's files alone.
 """
 
+import errno
 import os
 import secrets
 from bisect import bisect
@@ -264,6 +265,10 @@ class BlockFile:
             given = f"a file of {self.nbytes} bytes ({format_bytes(self.nbytes)}) in {self.path.parent}"
             left = "" if free is None else f", where {free} bytes ({format_bytes(free)}) are free"
             legal = "a folder on a disk with more free space, or more processes that share the states"
+            if error.errno == errno.EFBIG:
+                rule = f"a file of this process may be that large: {error.strerror}"
+                legal = "a larger limit of the size of files (ulimit -f), or more processes that share the states"
+                raise FileError(Problem(given, rule, legal)) from error
             raise FileError(Problem(given, f"must fit there{left}: {error.strerror}", legal)) from error
 
     def _parts(self, offset: int, memory: Tensor) -> list[tuple[int, memoryview]]:

@@ -105,8 +105,7 @@ def host_bytes(nbytes: int, *, is_pinned: bool, ledger: AnyLedger) -> Tensor:
     Raises MemoryLimitError if the system has no such memory, or does not let it be pinned.
     """
     if is_pinned:
-        small = nbytes < _LARGEST_ROUNDED
-        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if small else _pinned_by_itself(nbytes)
+        buffer = _pinned_by_torch(nbytes) if nbytes < _LARGEST_ROUNDED else _pinned_by_itself(nbytes)
         ledger.elsewhere(buffer, is_pinned=True)
         return buffer
     # On a CPU a ledger counts it as device memory until `elsewhere`, which comes while there are no bytes to count.
@@ -121,6 +120,18 @@ def host_bytes(nbytes: int, *, is_pinned: bool, ledger: AnyLedger) -> Tensor:
 def _refused(nbytes: int, rule: str, legal: str) -> MemoryLimitError:
     given = f"{nbytes} bytes ({format_bytes(nbytes)}) of host memory for what is offloaded"
     return MemoryLimitError(Problem(given, rule, legal))
+
+
+def _pinned_by_torch(nbytes: int) -> Tensor:
+    """Allocate pinned memory of torch's allocator, which rounds up; raises MemoryLimitError if the system refuses."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:  # torch has no class of its own for it
+        raise _not_pinned(nbytes, str(error).partition("\n")[0]) from error
+
+
+def _not_pinned(nbytes: int, reason: object) -> MemoryLimitError:
+    return _refused(nbytes, f"CUDA pins it ({reason})", "less of it, or offload_pin_memory false")
 
 
 class _PinnedMemory(mmap.mmap):
@@ -148,7 +159,7 @@ def _pinned_by_itself(nbytes: int) -> Tensor:
     runtime = cast(Any, torch.cuda).cudart()
     status = runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)
     if status != runtime.cudaError.success:
-        raise _refused(nbytes, f"CUDA pins it ({status})", "less of it, or offload_pin_memory false")
+        raise _not_pinned(nbytes, status)
     memory.address = buffer.data_ptr()
     return buffer
 

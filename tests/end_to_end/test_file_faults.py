@@ -210,7 +210,7 @@ FOLDERS: Mapping[str, Fault] = {
     "a disk of few files": Fault(a_disk_of_few_files, ("file error", "{place}", "files can be made in: No space")),
     "another user's folder": Fault(another_user, ("file error", "{place}", "Permission denied", "legal:")),
     "too many open files": Fault(few_open_files, ("file error", "{place}", "Too many open files", "legal:")),
-    "a limit of the size of files": Fault(small_files, ("file error", "in {place}", "File too large", "legal:")),
+    "a limit of the size of files": Fault(small_files, ("file error", "in {place}", "File too large", "ulimit -f")),
 }
 
 

@@ -119,6 +119,12 @@ def test_memory_that_is_not_to_be_had(
     assert rest[0] == f"    rule:  {rule}" and rest[1].endswith(legal)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's runtime pins it")
+def test_a_small_buffer_that_is_not_pinned_is_the_same_error() -> None:
+    with pytest.raises(MemoryLimitError, match=r"4096 bytes(?s:.*)CUDA pins it \((?s:.*)offload_pin_memory false"):
+        host_bytes(4096, is_pinned=True, ledger=NullLedger())
+
+
 def test_the_way_back_begins_once() -> None:
     memory = HostMemory(CPU)
     ahead, late = memory.store(torch.ones(4)), memory.store(torch.ones(4))
