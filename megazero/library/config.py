@@ -95,6 +95,7 @@ _DECOUPLED = by_name(
 _GROUPS = parameter("param_groups", "list", (), optional=True)
 # {key of megazero's form: DeepSpeed's}
 _RENAMED = MappingProxyType({"buffer_dtype": "data_types.buffer_dtype"})
+_HOMES = ("offload_optimizer", "offload_param")  # a run decides them, if they are "auto"
 _SECTIONS = ("zero", "precision", "activations", "reports", "curriculum")
 _OWN_SECTIONS = (*_SECTIONS, "limits")  # the sections of megazero's own form, besides those that both forms have
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
@@ -354,8 +355,15 @@ def _values(
             try:
                 values[info.name] = coerce(info, value)
             except InvalidValue:
-                diagnostics.problems.append(violation(where.quote(value), where.path, info, value))
+                diagnostics.problems.append(violation(where.quote(value), where.path, _decidable(info), value))
     return values
+
+
+def _decidable(info: FieldInfo) -> FieldInfo:
+    """Return a setting without the choice "auto" if only a run can decide it."""
+    return (
+        replace(info, choices=tuple(each for each in info.choices if each != "auto")) if info.name in _HOMES else info
+    )
 
 
 def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> OptimizerChoice | None:
@@ -483,7 +491,7 @@ def _undecidable(zero: ZeroConfig, activations: ActivationConfig, location: Loca
         if getattr(activations, name) == "auto":
             rule = f"{name} is decided by the size of checkpoints, which is not known before the model runs"
             yield Problem(f'{location}: activations: {name} "auto"', rule, "true, false")
-    for name in ("offload_optimizer", "offload_param"):
+    for name in _HOMES:
         if getattr(zero, name) == "auto":
             rule = f"{name} is decided by a plan of a step, which is not known before the model runs"
             yield Problem(

@@ -328,6 +328,12 @@ def test_messages(content: dict[str, Any], given: str, rule: str, legal: str) ->
     assert problem.given.startswith(given) and rule in problem.rule and legal in problem.legal
 
 
+def test_a_choice_that_only_a_run_has_is_not_offered() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_engine_config({"zero": {"offload_optimizer": "disk"}})
+    assert [problem.legal for problem in caught.value.problems] == ["none, cpu, nvme"]
+
+
 def test_all_problems_come_at_once() -> None:
     content = {
         "zero": {"zero_stage": 9, "colour": "red"},

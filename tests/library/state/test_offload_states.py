@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support.each import each
+from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
 import megazero
+from megazero.comm.mesh import Mesh
 from megazero.errors import UsageError
 from megazero.library.data_parallel_engine import DataParallelEngine
 from megazero.zero import safe_get_full_fp32_param, safe_get_local_optimizer_state, safe_set_full_fp32_param
@@ -19,7 +21,9 @@ WIDTH = 12
 ALL = ("optim_states", "hp_params", "lp_params", "lp_grads")
 
 
-def make_engine(stage: int, precision: str = "bf16", optimizer: str = "AdamW", **zero: Any) -> DataParallelEngine:
+def make_engine(
+    stage: int, precision: str = "bf16", optimizer: str = "AdamW", mesh: Mesh | None = None, **zero: Any
+) -> DataParallelEngine:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     config = {
@@ -27,7 +31,7 @@ def make_engine(stage: int, precision: str = "bf16", optimizer: str = "AdamW", *
         "precision": {"precision": precision},
         "optimizer": {"type": optimizer, "lr": 0.01},
     }
-    return megazero.initialize(model, config)
+    return megazero.initialize(model, config, mesh=mesh)
 
 
 def train(engine: DataParallelEngine, step: int) -> Tensor:
@@ -73,6 +77,23 @@ def test_the_bytes_are_those_of_the_states() -> None:
     assert engine.zero_engine.model_state_bytes().total == 0
     engine.reload_states()
     assert engine.zero_engine.model_state_bytes() == held
+
+
+def secondary_partitions(rank: int) -> None:
+    hpz = {"zero_hpz_partition_size": 2, "param_persistence_threshold": 0}
+    through, moved = (make_engine(3, mesh=mesh_in_worker(rank, dp=2), **hpz) for _ in range(2))
+    for step in range(2):
+        assert torch.equal(train(through, step), train(moved, step))
+        held = moved.zero_engine.model_state_bytes().parameters
+        assert moved.offload_states(["lp_params"]) == held
+        assert moved.zero_engine.model_state_bytes().parameters == 0
+        moved.reload_states()
+        assert moved.zero_engine.model_state_bytes().parameters == held
+
+
+@pytest.mark.gloo
+def test_secondary_partitions_leave_with_the_partitions() -> None:
+    run_ranks(2, secondary_partitions)
 
 
 def test_memory_that_numpy_has_referred_to_stays(tmp_path: Path) -> None:
