@@ -740,7 +740,8 @@ class Engine:
         loads float32 weights.
         """
         self.num_weight_changes += 1
-        self._update.is_partial &= names is not None or weights_only
+        if names is None and not weights_only:
+            self._update.forget_partial()
         self._gather.release_all()  # gathered parameters are copies of the old values
         self._shards.close_encoded()
         self._update.publish_masters(self.layout.trainable_buckets)

@@ -470,6 +470,13 @@ class ShardUpdate:
         # One that found no buffer to be fetched to has come all the same; after its update it has no use.
         self._num_fetched = max(self._num_fetched, self._num_updated)
 
+    def forget_partial(self) -> None:
+        """Begin anew after an update that an exception has ended, once all state has been loaded."""
+        if self.is_partial:
+            self.is_partial = False
+            self._shards.forget_state_fetches()
+            self._num_fetched = self._num_updated = 0
+
     def _begin_pass(self) -> None:
         """Let sub-groups in files be fetched for the next pass, if one over all of them has ended.
 

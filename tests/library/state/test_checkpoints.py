@@ -472,7 +472,7 @@ class Interrupted(torch.optim.SGD):
         return done
 
 
-@pytest.mark.parametrize(("stage", "home"), [(0, "none"), (2, "cpu"), (3, "none")])
+@pytest.mark.parametrize(("stage", "home"), [(0, "none"), (2, "cpu"), (3, "none"), (2, "nvme")])
 def test_after_an_interrupted_update_there_is_no_step_and_no_save_before_a_load(
     stage: int, home: str, tmp_path: Path
 ) -> None:
@@ -480,7 +480,7 @@ def test_after_an_interrupted_update_there_is_no_step_and_no_save_before_a_load(
     for _ in range(2):
         model, settings = make(), config(stage)
         del settings["optimizer"], settings["scheduler"]
-        settings["zero"] |= {"offload_optimizer": home}
+        settings["zero"] |= {"offload_optimizer": home, **({"nvme_path": str(tmp_path)} if home == "nvme" else {})}
         optimizer = Interrupted(model.parameters(), lr=0.05, momentum=0.9)
         engines.append(megazero.initialize(model, settings, optimizer=optimizer))
     through, engine = engines
