@@ -493,6 +493,8 @@ class _Draw:
         self._add("load")
 
     def _resume(self, module: int, precision: str) -> None:
+        if {"freeze", "again"} <= {word for act in self.acts for word in (act["act"], act.get("how"))}:
+            return  # torch's optimizers load no state of fewer parameters than theirs
         self._finish_steps(precision)
         self.stages = [self._random.choice([0, 1, 2, 3]) for _ in self.stages]
         others = ["fp64"] if precision == "fp64" else ["fp32", "bf16", "fp16"]
