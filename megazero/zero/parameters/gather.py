@@ -217,8 +217,8 @@ class ParameterGather:
 
     def _come_to(self, unit: GatheredUnit) -> None:
         """Gather a unit that backward uses next."""
-        self._check_back("backward", (StateKind.PARTITIONS,))
         if self._last_in_backward is not unit:
+            self._check_back("backward", (StateKind.PARTITIONS,))
             self._last_in_backward = unit
             self._order = self._orders[True]
             self._order.use(unit.name)

@@ -209,7 +209,7 @@ class Keeper:
     def touched(self, name: str, call: str) -> None:
         raise AssertionError(f"{name} was touched by {call}")
 
-    def gather(self, names: Iterable[str], why: str) -> None:
+    def gather(self, names: Iterable[str], why: str, *, is_modified: bool) -> None:
         for name in names:
             unguard(self.parameters[name])
             self.parameters[name].data.copy_(self.values[name])
