@@ -202,11 +202,11 @@ class DataParallelEngine:
 
         stop: True if this rank requests the end of the training, for which `stop_requested` looks on every rank.
         Raises UsageError without a backward pass; and for parameters that are not the engine's any more, or that not
-        all ranks have written: that discards the step, whose micro-batches start again.  Raises TrainingError, which
-        names the cause, when a gradient is not finite and the configuration checks that, or when the loss scale can
-        fall no further (fp16): the step is over then, and has changed nothing.  On a GPU, writes of some ranks and a
-        gradient that is not finite are reported by the next call.  Raises CheckpointError, after the step, if a save
-        beside training has failed.
+        all ranks have written, and after an update that an exception has ended (`Engine.check_updated`): that discards
+        the step, whose micro-batches start again.  Raises TrainingError, which names the cause, when a gradient is not
+        finite and the configuration checks that, or when the loss scale can fall no further (fp16): the step is over
+        then, and has changed nothing.  On a GPU, writes of some ranks and a gradient that is not finite are reported by
+        the next call.  Raises CheckpointError, after the step, if a save beside training has failed.
         """
         self._was_applied = False
         with self._passes.discarding():
@@ -386,6 +386,7 @@ class DataParallelEngine:
         CheckpointError if the file cannot be written.
         """
         self._check_whole("save_16bit_model")
+        self.zero_engine.check_updated("save_16bit_model")
         save_model(self.module, self._units, Path(folder) / filename, self.mesh)
         return True
 
@@ -396,6 +397,7 @@ class DataParallelEngine:
         `save_16bit_model` does.
         """
         self._check_whole("save_fp32_model")
+        self.zero_engine.check_updated("save_fp32_model")
         self.zero_engine.written.check_and_agree()
         save_model(self.module, self._units, Path(folder) / filename, self.mesh, masters=self.zero_engine)
         return True
@@ -511,6 +513,7 @@ class DataParallelEngine:
         A collective call in stage 3, where parameters are copies in host memory, and where updates are late, all of
         which it has.  keep_vars=True returns the parameters themselves.
         """
+        self.zero_engine.check_updated("state_dict")
         self.zero_engine.publish_late()
         if keep_vars:
             return self.module.state_dict(prefix=prefix, keep_vars=True)

@@ -57,7 +57,7 @@ from megazero.zero.parameters.publish import ParameterPublisher
 from megazero.zero.parameters.written import WrittenParameters
 from megazero.zero.plan import Home, Lifetime, ModelStateBytes, OptimizerShape, Placement, ZeroPlan, wires
 from megazero.zero.shards import FirstValue, Shards, value_of_parameter
-from megazero.zero.update import LocalNorms, OptimizerNumbers, Piece, ShardUpdate
+from megazero.zero.update import WEIGHTS, LocalNorms, OptimizerNumbers, Piece, ShardUpdate
 
 # The most elements of units that are laid out together where a user's modules are the units: 8 MiB in fp32.
 _JOINED_NUMEL = 1 << 21
@@ -515,7 +515,7 @@ class Engine:
         absent: `absent_gradients`.
         """
         self.check_may_update()
-        self._check_updated("an optimizer step")
+        self.check_updated("an optimizer step")
         self._gather.check_unpinned("an optimizer step")
         self._gather.release_all()
         self._publisher.ensure_all()  # of units that no forward has used since the step before
@@ -527,11 +527,12 @@ class Engine:
         """True after an update that an exception has ended, until state is loaded."""
         return self._update.is_partial
 
-    def _check_updated(self, call: str) -> None:
+    def check_updated(self, call: str) -> None:
         """Raise UsageError for a call that needs the state of a step, after an update that an exception has ended."""
         if self.is_partly_updated:
             rule = "an exception, such as Ctrl-C, has ended an update: some parameters are a step ahead of others"
-            raise UsageError(Problem(call, rule, "engine.load_checkpoint(FOLDER) first"))
+            legal = "engine.load_checkpoint(FOLDER) first, or load_state_dict of the engine and of its optimizer"
+            raise UsageError(Problem(call, rule, legal))
 
     def publish_late(self) -> None:
         """Let all parameters have what an update has made that runs beside the next step; a collective call.
@@ -701,7 +702,7 @@ class Engine:
         with_optimizer: whether the optimizer's state is part of it, or weights alone.
         """
         self._check_state("reading the engine's state", with_optimizer=with_optimizer, is_written=False)
-        self._check_updated("reading the engine's state")
+        self.check_updated("reading the engine's state")
         self._update.finish_copies()
         self.written.find()
         yield from self._shards.owned_state(self._coordinates, with_moments=with_optimizer)
@@ -740,8 +741,8 @@ class Engine:
         loads float32 weights.
         """
         self.num_weight_changes += 1
-        if names is None and not weights_only:
-            self._update.forget_partial()
+        if names is None or self.trained_specs().keys() <= set(names):
+            self._update.loaded(WEIGHTS)
         self._gather.release_all()  # gathered parameters are copies of the old values
         self._shards.close_encoded()
         self._update.publish_masters(self.layout.trainable_buckets)

@@ -24,6 +24,8 @@ from megazero.zero.parameters.publish import ParameterPublisher
 from megazero.zero.shards import Shards, SubGroup
 
 STEP = "step"
+# The parts of an update that are loaded apart: parameters, and the optimizer's state.
+WEIGHTS, STATE = "weights", "state"
 
 
 class LocalNorms(NamedTuple):
@@ -130,8 +132,7 @@ class ShardUpdate:
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
         self._late, self._num_at_once = shards.late, num_at_once
-        self.is_partial = False
-        """True in an update, and behind one that an exception has ended: the state is that of no step."""
+        self._partial: set[str] = set()  # what an update that an exception has ended leaves to be loaded
         # A late update goes through the buckets as the next backward will, which waits for those it overwrites.
         self._in_order = self._buckets if num_at_once is None else self._buckets[::-1]
         in_files = filter(shards.is_in_files, self._in_order)
@@ -171,6 +172,11 @@ class ShardUpdate:
             self._measuring.begin(parameters, shards.plan.averages_dtype, device)
             for tensor in self._measuring.own_memory:
                 shards.ledger.tag(tensor, "moments")
+
+    @property
+    def is_partial(self) -> bool:
+        """True in an update, and behind one that an exception has ended: the state is that of no step."""
+        return bool(self._partial)
 
     @property
     def has_late_steps(self) -> bool:
@@ -230,7 +236,7 @@ class ShardUpdate:
             self._shards.forget_state_fetches()
             self._num_fetched = 0
             return
-        self.is_partial = True  # until its end
+        self._partial = {WEIGHTS, STATE}  # until its end
         step = self._shards.optimizer_step
         advance(step, inputs)
         for name, flag in absent.items():
@@ -263,7 +269,7 @@ class ShardUpdate:
         self._publisher.send_rest()
         if late:
             self._late.begin(late)
-        self.is_partial = False
+        self._partial.clear()
 
     def _measure(
         self,
@@ -470,17 +476,17 @@ class ShardUpdate:
         # One that found no buffer to be fetched to has come all the same; after its update it has no use.
         self._num_fetched = max(self._num_fetched, self._num_updated)
 
-    def forget_partial(self) -> None:
-        """Begin anew after an update that an exception has ended, once all state has been loaded."""
-        if self.is_partial:
-            self.is_partial = False
+    def loaded(self, part: str) -> None:
+        """Begin anew after an update that an exception has ended, once both parts, WEIGHTS and STATE, are loaded."""
+        if part in self._partial:
+            self._partial.discard(part)
             self._shards.forget_state_fetches()
             self._num_fetched = self._num_updated = 0
 
     def _begin_pass(self) -> None:
         """Let sub-groups in files be fetched for the next pass, if one over all of them has ended.
 
-        Behind the update that waits until the next step: in between the buffers are those of sums of gradients.
+        After the update the next pass is that of the next step: until then sums of gradients have the buffers.
         """
         if self._num_updated == len(self._sub_groups_in_files):
             self._num_fetched = self._num_updated = 0
@@ -553,6 +559,7 @@ class ShardUpdate:
 
     def start(self, numbers: OptimizerNumbers, *, num_steps: float) -> None:
         """Make the state of all runs, whose elements the caller fills; the optimizer has taken `num_steps` steps."""
+        self.loaded(STATE)
         self._shards.optimizer_step.fill_(num_steps)
         for name in numbers.parameters:
             self._separate(name)

@@ -104,6 +104,7 @@ class OptimizerState:
 
     def _fill(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Set the state in a `state_dict` that torch has made, which has the param groups only; a collective call."""
+        self._engine.check_updated("the optimizer's state_dict")
         numbers = numbers_of_all(self._engine, control=self._engine.mesh.control)
         step = float(self._engine.optimizer_step.item())
         state_dict["state"] = {}
