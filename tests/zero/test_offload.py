@@ -298,6 +298,17 @@ def check_traffic(cell: Cell, shape: OptimizerShape, moved: Outcome) -> None:
     # What is summed over another axis too is read and written once more for that.
     is_summed = config.parallel.sequence_parallel or cell.pp > 1 or has_replicas
     summed = moved.file_states["gradients"] if is_summed else 0
+    reductions = cell.accumulation if plan.gradient.lifetime is Lifetime.LEASED else 1
+    is_plain = not (is_summed or plan.mixes_homes or config.model.lora_rank or persistent_numel(cell, moved))
+    if is_plain and plan.secondary == 1:  # the table of the documentation
+        owned, takes_partitions = moved.layout[0] // cell.dp, plan.parameter.home is not Home.DEVICE
+        gradient, weights = owned * plan.gradient.itemsize, owned * plan.parameter.itemsize
+        stored, loaded = weights, 0
+        if plan.optimizer.home is not Home.DEVICE:
+            stored = reductions * gradient
+            loaded = (reductions - 1) * gradient + (0 if takes_partitions else weights)
+        assert (in_host["store"], beside_gathers.loaded) == (stored, loaded)
+        assert announced.loaded == loaded + (2 * cell.accumulation * weights if takes_partitions else 0)
     assert in_files["write"] <= announced.written and in_files["read"] <= announced.read
     assert is_summed or in_files["write"] == announced.written
     passes = 2 * cell.accumulation if plan.parameter.home is Home.FILE else 2  # that gather, or that read gradients
@@ -306,7 +317,7 @@ def check_traffic(cell: Cell, shape: OptimizerShape, moved: Outcome) -> None:
         assert in_files["read"] <= passes * in_files["write"], "what is still in a buffer is not read again"
     if config.optimizer.optimizer == "sgd":
         return
-    states, reductions = moved.file_states, cell.accumulation if plan.gradient.lifetime is Lifetime.LEASED else 1
+    states = moved.file_states
     parameters = states["parameters"] if plan.parameter.home is Home.FILE else 0
     written = sum(states.values()) + (reductions - 1) * states["gradients"] + shape.num_passes * states["moments"]
     visits = 1 + shape.num_passes
